@@ -1,0 +1,156 @@
+/*
+What every part of the suite stands on: memory, errors, JSON, random numbers, parallel loops.
+
+- An arena owns all objects of one run; nothing in it is freed singly. Running out of memory ends the process
+  with a message: no caller could go on.
+- Errors are collected, not returned one by one: a reader goes on after a wrong key, so that the user sees all
+  that is wrong at once. An error names file, path of the key, what was found and what is allowed.
+- JSON is read through tables of fields (struct json_field): an unknown key, a wrong type, a value out of range
+  and a missing key are found by the table, never by the caller.
+- Nothing here depends on time, locale or number of threads.
+*/
+#ifndef BASE_H
+#define BASE_H
+
+#include <cjson/cJSON.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#define COUNT(array) (sizeof(array) / sizeof((array)[0]))
+
+/* ---- memory ------------------------------------------------------------------------------------------ */
+
+struct arena;
+struct arena *arena_new(void);
+void arena_free(struct arena *arena); /* NULL is allowed */
+/* Zeroed memory, aligned for any type. */
+void *arena_alloc(struct arena *arena, size_t bytes);
+char *arena_printf(struct arena *arena, const char *format, ...) __attribute__((format(printf, 2, 3)));
+char *arena_strdup(struct arena *arena, const char *text);
+
+/* malloc family that ends the process with a message when memory is exhausted. */
+void *must_alloc(size_t bytes); /* zeroed */
+void *must_realloc(void *old, size_t bytes);
+
+/* ---- errors ------------------------------------------------------------------------------------------ */
+
+/* A growing list of messages, each "FILE: path.to.key: what is wrong, what is allowed". Zero-initialise. */
+struct errors {
+    char **messages;
+    int count;
+};
+/* file and path may be NULL or empty: then that part is left out. The same message is kept only once. */
+void errors_add(struct errors *errors, const char *file, const char *path, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+/* Prints each as "disagmoe: MESSAGE" on a line of its own. */
+void errors_print(const struct errors *errors, FILE *stream);
+void errors_free(struct errors *errors);
+
+/* ---- reading JSON ------------------------------------------------------------------------------------ */
+
+/* A value inside a document, with what an error message needs to name it. node is NULL where a key is absent. */
+struct json {
+    cJSON *node;
+    const char *file; /* as the user gave it */
+    const char *path; /* "attention.heads", "" for the document itself */
+    struct arena *arena;
+    struct errors *errors;
+};
+
+/* Reads a whole file of at most 8 MiB. A missing, unreadable, oversized, cut-off or binary file, text after the
+   document and a key given twice are errors, with line and column where there is one; then node is NULL.
+   The tree belongs to the caller (cJSON_Delete). */
+struct json json_read_file(const char *file, struct arena *arena, struct errors *errors);
+struct json json_read_text(const char *text, size_t length, const char *file, struct arena *arena,
+                           struct errors *errors);
+
+struct json json_member(struct json object, const char *key); /* exact case; node NULL when absent */
+struct json json_element(struct json array, const cJSON *element, int index);
+/* Adds "found FOUND; MESSAGE" for this value, FOUND being its JSON text, shortened. */
+void json_error(struct json value, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+enum json_type {
+    JSON_INT,     /* int; whole number */
+    JSON_REAL,    /* double; finite */
+    JSON_BOOL,    /* bool */
+    JSON_TEXT,    /* const char *, in the arena */
+    JSON_CHOICE,  /* int: the index of the word in choices, e.g. "none|selective|full" */
+    JSON_VALUE,   /* struct json: any value, read by the caller; left untouched when absent */
+};
+
+/* One key of an object and the member of a C structure that takes it. An absent key leaves the member as it is
+   (its default) unless it is required. min and max bound numbers, inclusively; both 0: unbounded. */
+struct json_field {
+    const char *key;
+    enum json_type type;
+    size_t offset;
+    bool required;
+    double min, max;
+    const char *choices;
+};
+
+/* Reads every field and reports every key that is not in the table (with the nearest allowed key when there is a
+   near one). False when anything was wrong. object.node must not be NULL; anything but an object is an error. */
+bool json_read_fields(struct json object, const struct json_field *fields, size_t count, void *out);
+
+/* Sets the value at a dotted path below root ("model.layers"), creating the last key when absent. False when a
+   part before the last is no object. Takes ownership of value when true. */
+bool json_set_path(cJSON *root, const char *path, cJSON *value);
+/* The value at a dotted path, or NULL. */
+cJSON *json_get_path(cJSON *root, const char *path);
+
+/* Text of a JSON_CHOICE: word number index of "a|b|c", in the arena. */
+const char *choice_word(struct arena *arena, const char *choices, int index);
+
+/* ---- writing JSON ------------------------------------------------------------------------------------ */
+
+/* Adds a number that prints as the shortest text that reads back to the same double, the same everywhere.
+   Not finite: null. */
+void json_add_number(cJSON *object, const char *key, double value);
+cJSON *json_number(double value);
+/* The shortest such text; buffer of at least 32 bytes. */
+const char *number_text(double value, char *buffer);
+
+/* ---- files ------------------------------------------------------------------------------------------- */
+
+/* Writes through a temporary file beside it, fsync and rename, so that a reader sees the old or the new content,
+   never a part. A failure is added to errors with the reason (full disk, no permission). */
+bool file_write_atomic(const char *file, const void *data, size_t bytes, struct errors *errors);
+/* base "experiments/a.json", file "models/b.json" -> "experiments/models/b.json"; an absolute file stays. */
+const char *path_beside(struct arena *arena, const char *base, const char *file);
+bool make_folder_of(const char *file, struct errors *errors); /* mkdir -p of the file's folder */
+
+/* A text that grows. Zero-initialise; free(text). */
+struct text {
+    char *text;
+    size_t length, capacity;
+};
+void text_add(struct text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* ---- random numbers ---------------------------------------------------------------------------------- */
+
+/* xoshiro256** seeded by splitmix64: the same sequence on every machine. */
+struct rng {
+    uint64_t state[4];
+};
+struct rng rng_seed(uint64_t seed);
+uint64_t rng_next(struct rng *rng);
+double rng_uniform(struct rng *rng);                /* [0, 1) */
+int rng_below(struct rng *rng, int bound);          /* 0 … bound − 1, unbiased; bound ≥ 1 */
+double rng_normal(struct rng *rng);                 /* mean 0, deviation 1 (Box–Muller) */
+
+/* ---- parallel loop, progress, time --------------------------------------------------------------------- */
+
+/* Calls task(context, i) for i = 0 … count − 1 on jobs threads; each i once, in any order. jobs ≤ 1: in order on
+   the calling thread. Stops handing out new i when *stop becomes non-zero (may be NULL). */
+void parallel_for(int count, int jobs, void (*task)(void *context, int i), void *context,
+                  const volatile int *stop);
+int processor_count(void);
+
+/* One line on stderr, redrawn at most ten times a second, only when stderr is a terminal; thread-safe. */
+void progress(const char *what, int done, int total);
+double seconds_now(void); /* monotonic clock */
+
+#endif
