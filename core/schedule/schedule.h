@@ -2,17 +2,19 @@
 The schedule: operations, the lanes they hold, and the order on every lane. The suite's one data structure.
 
 Concepts
-- A group is a set of GPUs that move alike. It has three lanes: compute, send, receive. A lane does one operation
-  at a time, in an order that is fixed before anything runs.
-- An operation holds up to three lanes at once: a computation its group's compute lane; a transfer its sender's send
-  lane and its receiver's receive lane; a collective inside a group both of the group's own.
+- A group is a set of GPUs that move alike. It has three lanes: compute, send, receive. A lane does one
+operation at a time, in an order that is fixed before anything runs.
+- An operation holds up to three lanes at once: a computation its group's compute lane; a transfer its
+sender's send lane and its receiver's receive lane; a collective inside a group both of the group's own.
 - An operation starts when its dependencies are done and it is first on all its lanes. Nothing else decides.
-- Dependencies point to operations added before, so they alone can't form a cycle; orders can, and the validator says so.
-- An activation is memory on each GPU of a group, from the start of the operation that produces it to the end of the
-  one that frees it. Peaks are read off the schedule's timeline, never from a formula.
+- Dependencies point to operations added before, so they alone can't form a cycle; orders can, and the
+validator says so.
+- An activation is memory on each GPU of a group, from the start of the operation that produces it to the end
+of the one that frees it. Peaks are read off the schedule's timeline, never from a formula.
 
-Life of a schedule: schedule_new → schedule_group, schedule_operation, … → (schedule_fix_order on lanes whose order
-the generator knows) → schedule_arrange, which fixes the order of all lanes → schedule_validate → schedule_replay.
+Life of a schedule: schedule_new → schedule_group, schedule_operation, … → (schedule_fix_order on lanes whose
+order the generator knows) → schedule_arrange, which fixes the order of all lanes → schedule_validate →
+schedule_replay.
 */
 #ifndef SCHEDULE_H
 #define SCHEDULE_H
@@ -20,8 +22,17 @@ the generator knows) → schedule_arrange, which fixes the order of all lanes �
 #include "base/base.h"
 
 enum kind {
-    KIND_ATTENTION, KIND_FFN, KIND_DISPATCH, KIND_COMBINE, KIND_P2P, KIND_EMBED, KIND_HEAD,
-    KIND_GRAD_SYNC, KIND_PARAM_GATHER, KIND_OPTIMIZER, KIND_COUNT
+    KIND_ATTENTION,
+    KIND_FFN,
+    KIND_DISPATCH,
+    KIND_COMBINE,
+    KIND_P2P,
+    KIND_EMBED,
+    KIND_HEAD,
+    KIND_GRAD_SYNC,
+    KIND_PARAM_GATHER,
+    KIND_OPTIMIZER,
+    KIND_COUNT
 };
 #define KIND_CHOICES "attention|ffn|dispatch|combine|p2p|embed|head|grad_sync|param_gather|optimizer"
 enum pass { PASS_FORWARD, PASS_RECOMPUTE, PASS_BACKWARD, PASS_WEIGHT, PASS_COUNT };
@@ -45,7 +56,7 @@ struct operation {
 };
 
 struct group {
-    const char *name;    /* "A0", "stage 3" */
+    const char *name; /* "A0", "stage 3" */
     int gpus;
     double static_bytes; /* parameters, gradients, optimizer state of a GPU */
 };
@@ -88,11 +99,10 @@ struct read {
 
 struct schedule *schedule_new(int groups, int layers, int micro_batches);
 void schedule_free(struct schedule *schedule);
-void schedule_group(struct schedule *schedule, int group, int gpus, double static_bytes, const char *name, ...)
-    __attribute__((format(printf, 5, 6)));
+void schedule_group(struct schedule *schedule, int group, int gpus, double static_bytes, const char *name,
+                    ...) __attribute__((format(printf, 5, 6)));
 
-static inline int lane_of(int group, enum resource resource)
-{
+static inline int lane_of(int group, enum resource resource) {
     return RESOURCE_COUNT * group + (int)resource;
 }
 
@@ -107,7 +117,8 @@ void schedule_after(struct schedule *schedule, int on);
 /* Priority of the operation added last. */
 void schedule_priority(struct schedule *schedule, int64_t priority);
 
-/* Memory on each GPU of `group` from `producer` on; returns the activation's id. 0 bytes are recorded as well. */
+/* Memory on each GPU of `group` from `producer` on; returns the activation's id. 0 bytes are recorded as
+ * well. */
 int schedule_keep(struct schedule *schedule, int group, int producer, double bytes);
 void schedule_reads(struct schedule *schedule, int activation, int op);
 void schedule_release(struct schedule *schedule, int activation, int op); /* reads it, then frees it */
@@ -123,9 +134,10 @@ struct timeline {
 };
 void timeline_free(struct timeline *timeline);
 
-/* The priority list-scheduler: simulates with the planned durations; whenever a lane is free it starts the ready
-   operation of smallest (priority, id) whose lanes are all free, or, on a lane with a given order, only the next one.
-   Records the order it found on every lane. False when given orders dead-lock (schedule_validate names the cycle). */
+/* The priority list-scheduler: simulates with the planned durations; whenever a lane is free it starts the
+   ready operation of smallest (priority, id) whose lanes are all free, or, on a lane with a given order, only
+   the next one. Records the order it found on every lane. False when given orders dead-lock
+   (schedule_validate names the cycle). */
 bool schedule_arrange(struct schedule *schedule, struct timeline *timeline);
 
 /* Recomputes start and end from orders and dependencies alone. False when they contain a cycle. */
@@ -133,16 +145,18 @@ bool schedule_replay(struct schedule *schedule, struct timeline *timeline);
 
 /* ---- checking ---------------------------------------------------------------------------------------- */
 
-/* Everything a schedule must hold: no cycle of orders and dependencies (the cycle is printed), every operation on the
-   orders of exactly its lanes, attention and ffn of every (layer, micro-batch, forward and backward) present exactly
-   once per chunk, no activation used before it exists or after it is freed. All faults are added; true when none. */
+/* Everything a schedule must hold: no cycle of orders and dependencies (the cycle is printed), every
+   operation on the orders of exactly its lanes, attention and ffn of every (layer, micro-batch, forward and
+   backward) present exactly once per chunk, no activation used before it exists or after it is freed. All
+   faults are added; true when none. */
 bool schedule_validate(const struct schedule *schedule, struct errors *errors);
 
 /* ---- reading off --------------------------------------------------------------------------------------- */
 
 /* Peak bytes on a GPU of each group over the step, static bytes included; peaks has group_count entries. */
 void schedule_memory_peaks(const struct schedule *schedule, const struct timeline *timeline, double *peaks);
-/* Bytes on a GPU of one group over time: points (seconds, bytes), in order. Returns their number; free(*points). */
+/* Bytes on a GPU of one group over time: points (seconds, bytes), in order. Returns their number;
+ * free(*points). */
 struct memory_point {
     double time, bytes;
 };
@@ -160,7 +174,8 @@ const char *operation_label(const struct schedule *schedule, int op, char *buffe
 /* The object of design.md: {"makespan_s", "lanes", "ops"}. */
 void schedule_write_json(const struct schedule *schedule, const struct timeline *timeline, FILE *stream);
 /* Lanes as rows, time from left to right, at most `columns` wide; digits are micro-batches. */
-void schedule_draw(const struct schedule *schedule, const struct timeline *timeline, int columns, FILE *stream);
+void schedule_draw(const struct schedule *schedule, const struct timeline *timeline, int columns,
+                   FILE *stream);
 /* Chrome trace JSON (Perfetto opens it): one named track a lane, and a memory counter a group. */
 bool schedule_write_trace(const struct schedule *schedule, const struct timeline *timeline, const char *title,
                           const char *file, struct errors *errors);
