@@ -1,0 +1,199 @@
+/*
+From a manifest to a plan: what is run, who holds what, what each operation costs.
+
+Concepts
+- An experiment is a manifest; a sweep makes several points of it. A point still has choices marked "auto".
+- A plan is one point for one system with every choice made. One data-parallel replica of it is a schedule.
+- A system (struct system) is a way of ordering work: one readable file that enumerates its layouts and builds its
+  schedule. It sees model, cluster, plan and schedule, never an executor.
+- Sides: the GPUs of one worker group that hold attention and those that hold the feed-forward part. A pipelined
+  system has the same GPUs on both sides; a disaggregated one has two sets. One cost model serves both.
+*/
+#ifndef PLAN_H
+#define PLAN_H
+
+#include "base/base.h"
+#include "cluster/cluster.h"
+#include "model/model.h"
+#include "schedule/schedule.h"
+
+/* ---- choices ------------------------------------------------------------------------------------------- */
+
+/* A value of 0 is still to be chosen ("auto"). */
+struct parallel {
+    int pp, vpp, ep;                  /* pipelined systems: stages, chunks a stage, expert-parallel GPUs */
+    int groups, attn_gpus, ffn_gpus;  /* disaggregated systems: ring groups, GPUs of one group on each side */
+};
+
+enum expert_input { INPUT_KEEP, INPUT_RESEND };
+#define INPUT_CHOICES "keep|resend"
+enum precision { PRECISION_FP32, PRECISION_BF16 };
+#define PRECISION_CHOICES "fp32|bf16"
+struct memory {
+    int recompute; /* enum recompute */
+    int expert_input;
+    int grads, moments; /* enum precision */
+    int zero;
+    bool offload; /* optimizer state on the host */
+};
+
+enum prefer { PREFER_BACKWARD, PREFER_FORWARD, PREFER_WAVE };
+#define PREFER_CHOICES "backward|forward|wave"
+struct order {
+    int wave;            /* micro-batches that travel together; 0: to be chosen */
+    int waves_in_flight; /* 0: to be chosen */
+    int prefer;
+};
+
+enum placement { PLACEMENT_SPLIT, PLACEMENT_MIXED };
+#define PLACEMENT_CHOICES "split-nodes|mixed-nodes"
+
+/* Explicit durations in seconds, in place of the cost model. */
+struct cost_table {
+    double attn_fwd_s, attn_bwd_s, attn_wgrad_s, ffn_fwd_s, ffn_bwd_s, ffn_wgrad_s, dispatch_s, combine_s;
+    double p2p_s, embed_fwd_s, embed_bwd_s, head_fwd_s, head_bwd_s;
+    double grad_sync_s, param_gather_s, optimizer_s;
+};
+
+/* Load of each expert, as its share of all copies; sums to 1. */
+struct routing {
+    const char *text; /* as the manifest gives it */
+    double *share;
+};
+
+/* ---- points ---------------------------------------------------------------------------------------------- */
+
+struct point {
+    const char *name; /* of the manifest */
+    struct model *model;
+    struct cluster *cluster;
+    const char **systems;
+    int system_count;
+    int seq_len, micro_batch_size;
+    int global_batch, micro_batches; /* one of them is 0 */
+    struct parallel parallel;
+    struct memory memory;
+    struct order order;
+    int placement;
+    bool auto_memory, auto_order, auto_placement; /* parallel and order: zeros are open */
+    struct routing routing;
+    int seed;
+    struct cost_table *table; /* NULL: the cost model */
+    const char *label;        /* "seq_len=4096 cluster.nodes=8": the sweep's values here; "" without a sweep */
+};
+
+struct experiment {
+    const char *file;
+    struct point *points;
+    int point_count;
+    struct arena *arena;
+};
+
+struct override {
+    const char *path, *value; /* from --set path=value; value is JSON, or else taken as a text */
+};
+/* Reads a manifest with all it refers to, applies overrides, expands the sweep. System names are checked by the
+   caller, who has the registry. False when errors were added. */
+bool experiment_read(const char *file, const struct override *overrides, int override_count,
+                     struct experiment *experiment, struct errors *errors);
+void experiment_free(struct experiment *experiment);
+
+/* ---- plans ----------------------------------------------------------------------------------------------- */
+
+struct plan {
+    const struct point *point;
+    struct parallel parallel;
+    struct memory memory;
+    struct order order;
+    int placement;
+    int replicas;      /* data-parallel copies of the schedule */
+    int gpus;          /* in use by all replicas */
+    int micro_batches; /* of one replica */
+    double sequences;  /* of all replicas in a step that count: global_batch, or what the micro-batches hold */
+};
+
+/* Fills replicas, gpus, micro_batches and sequences of a plan whose replica has `replica_gpus` GPUs, of which
+   `attention_gpus` take micro_batch_size sequences each per micro-batch. A last micro-batch that the global batch
+   does not fill costs as much as a full one. False when the cluster has fewer GPUs. */
+bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus);
+
+/* The two sides of a worker group and where its combine goes. */
+struct sides {
+    const int *attention_gpus;
+    int attention_count;
+    const int *ffn_gpus;
+    int ffn_count;
+    const int *next_attention_gpus; /* attention_count of them; the same as attention_gpus in a pipelined system */
+};
+
+/* Durations of one layer's operations for one micro-batch on its sides, and the bytes a GPU sends. */
+struct layer_cost {
+    double attention[PASS_COUNT]; /* backward without the weight pass */
+    double ffn[PASS_COUNT];
+    double dispatch, combine;
+    double dispatch_bytes, combine_bytes;
+};
+
+/* How far the busiest of `gpus` GPUs, with experts spread evenly in order, is above the mean load (≥ 1), and the
+   number of experts it holds. */
+double plan_imbalance(const struct plan *plan, int gpus, double *experts);
+/* Shares of all copies that each of `gpus` GPUs receives. */
+void plan_expert_shares(const struct plan *plan, int gpus, double *shares);
+
+/* resident: RECOMPUTE work is filled for the plan's lever. */
+struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sides sides);
+double plan_embed_cost(const struct plan *plan, enum pass pass, double tokens_per_gpu, double slowest);
+double plan_head_cost(const struct plan *plan, enum pass pass, double tokens_per_gpu, double slowest);
+
+/* What a GPU holds of the parameters: some are replicated over a set of GPUs that reduce their gradients. */
+struct shard {
+    double parameters; /* elements on this GPU */
+    const int *gpus;   /* that hold the same: gradients are reduced over them */
+    int count;
+};
+/* Parameters, gradients and optimizer state of a GPU that holds these shards, bytes. */
+double plan_static_bytes(const struct plan *plan, const struct shard *shards, int count);
+/* The step's end on such a GPU: gradient reduction, parameter gathering (ZeRO), optimizer. Seconds. */
+struct step_end {
+    double grad_sync, param_gather, optimizer;
+    double sync_bytes, gather_bytes;
+};
+struct step_end plan_step_end(const struct plan *plan, const struct shard *shards, int count);
+
+/* Bytes that the busiest GPU keeps of one layer and micro-batch, by the plan's memory levers. */
+struct layer_memory {
+    double layer_input;       /* A: residual stream entering the layer */
+    double attention;         /* A: attention's internals, the feed-forward part's input included */
+    double expert_input;      /* F: copies received, permuted */
+    double ffn;               /* F: internals */
+    double full_attention;    /* A and F internals while a full recomputation or the pass itself runs */
+    double full_ffn;
+};
+struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int attention_count, int ffn_count);
+
+/* ---- systems --------------------------------------------------------------------------------------------- */
+
+enum executor { EXECUTOR_SIMULATOR = 1, EXECUTOR_CPU = 2, EXECUTOR_CUDA = 4, EXECUTOR_EMULATION = 8 };
+
+/* What is known of a plan before its schedule is built: used to try good plans first and skip hopeless ones. */
+struct bound {
+    double seconds; /* no step is shorter */
+    double bytes;   /* no GPU of the busiest group holds less: static bytes and what any order must keep */
+};
+
+struct system {
+    const char *name;   /* "megatron" */
+    const char *title;  /* what it is, one line */
+    const char *paper;
+    unsigned executors; /* enum executor, or-ed */
+    bool searches_order, uses_placement;
+    int zero_max;       /* highest ZeRO stage it models */
+    /* The layouts open to it where the point leaves zeros; writes at most capacity, returns how many there are. */
+    int (*layouts)(const struct point *point, struct parallel *layouts, int capacity);
+    /* Fills the plan's sizes for its layout and says what is impossible about it, errors naming the manifest's keys. */
+    bool (*size)(struct plan *plan, struct errors *errors);
+    struct bound (*bound)(const struct plan *plan);
+    struct schedule *(*build)(const struct plan *plan);
+};
+
+#endif
