@@ -2,8 +2,8 @@
 A model's description, and what it costs to hold and to run: parameters, FLOPs, bytes.
 
 Concepts
-- A layer has two components: attention (norms, projections, core attention) and the feed-forward part, which is
-  either a mixture of experts (router, routed experts, shared experts) or, in leading dense layers, one dense
+- A layer has two components: attention (norms, projections, core attention) and the feed-forward part, which
+is either a mixture of experts (router, routed experts, shared experts) or, in leading dense layers, one dense
   SwiGLU.
 - A pass is forward, backward-input or backward-weight: the last two together are the backward pass.
 - A copy is one token at one of its top-k experts. A dense layer has one copy per token.
@@ -18,7 +18,7 @@ Concepts
 
 enum router { ROUTER_SOFTMAX_TOPK, ROUTER_TOPK_SOFTMAX, ROUTER_NOISY_TOPK };
 #define ROUTER_CHOICES "softmax_topk|topk_softmax|noisy_topk"
-enum activation { ACTIVATION_SWIGLU, ACTIVATION_SWIGLU_CLAMPED };
+enum activation_function { ACTIVATION_SWIGLU, ACTIVATION_SWIGLU_CLAMPED };
 #define ACTIVATION_CHOICES "swiglu|swiglu_clamped"
 enum window_layers { WINDOW_NONE, WINDOW_ALL, WINDOW_EVEN, WINDOW_ODD }; /* even: layers 0, 2, 4, … */
 #define WINDOW_CHOICES "none|all|even|odd"
@@ -32,10 +32,10 @@ struct model {
     struct {
         int heads, kv_heads, head_dim;
         double rope_theta;
-        bool qk_norm;  /* RMSNorm of each head's query and key */
-        bool bias;     /* on the four projections */
-        bool sinks;    /* one learned logit a head that takes part in the softmax */
-        int window;    /* keys a query sees in windowed layers, itself included; 0: all */
+        bool qk_norm; /* RMSNorm of each head's query and key */
+        bool bias;    /* on the four projections */
+        bool sinks;   /* one learned logit a head that takes part in the softmax */
+        int window;   /* keys a query sees in windowed layers, itself included; 0: all */
         int window_layers;
     } attention;
     struct {
@@ -44,11 +44,11 @@ struct model {
         int dense_layers;   /* the first ones */
         int dense_hidden;
         int router;
-        bool renormalise;   /* divide the chosen weights by their sum */
+        bool renormalise; /* divide the chosen weights by their sum */
         double aux_loss, z_loss;
         double capacity_factor; /* 0: dropless */
         int activation;
-        bool bias;          /* on expert matrices and the router */
+        bool bias; /* on expert matrices and the router */
     } moe;
 };
 
@@ -72,16 +72,18 @@ int model_copies(const struct model *model, int layer);
 
 /* ---- parameters (numbers of elements) ---------------------------------------------------------------- */
 
-double model_attention_parameters(const struct model *model); /* of one layer, with its attention norm, sinks, QK-norm */
-double model_router_parameters(const struct model *model, int layer); /* with the feed-forward norm; 0 router in dense layers */
-double model_expert_parameters(const struct model *model);    /* of one routed expert */
+double model_attention_parameters(
+    const struct model *model); /* of one layer, with its attention norm, sinks, QK-norm */
+double model_router_parameters(const struct model *model,
+                               int layer); /* with the feed-forward norm; 0 router in dense layers */
+double model_expert_parameters(const struct model *model);            /* of one routed expert */
 double model_shared_parameters(const struct model *model, int layer); /* shared experts, or the dense FFN */
-double model_embedding_parameters(const struct model *model); /* input embedding */
-double model_head_parameters(const struct model *model);      /* final norm and output matrix (0 matrix if tied) */
+double model_embedding_parameters(const struct model *model);         /* input embedding */
+double model_head_parameters(const struct model *model); /* final norm and output matrix (0 matrix if tied) */
 
 struct parameter_count {
-    double total;  /* both embeddings counted */
-    double active; /* used by one token: top-k experts, both embeddings */
+    double total;                          /* both embeddings counted */
+    double active;                         /* used by one token: top-k experts, both embeddings */
     double active_without_input_embedding; /* as GPT-OSS publishes it */
 };
 struct parameter_count model_parameter_count(const struct model *model);
@@ -92,8 +94,9 @@ enum work_pass { WORK_FORWARD, WORK_BACKWARD_INPUT, WORK_BACKWARD_WEIGHT };
 
 /* Work by the unit that does it, since each has an achieved rate of its own. */
 struct work {
-    double gemm_flops;    /* dense matrix products */
-    double core_flops;    /* core attention: scores and weighted values; backward with the scores computed anew */
+    double gemm_flops; /* dense matrix products */
+    double
+        core_flops; /* core attention: scores and weighted values; backward with the scores computed anew */
     double grouped_flops; /* matrix products of experts */
     double bytes;         /* memory traffic of element-wise kernels: norms, RoPE, activation, permutation */
     double kernels;       /* launches */
@@ -101,20 +104,21 @@ struct work {
 struct work work_add(struct work a, struct work b);
 struct work work_scale(struct work a, double factor); /* kernels too */
 
-/* One layer's attention for `sequences` sequences of `seq_len` tokens: pre-norm, projections, QK-norm, RoPE, core
-   attention, output projection, residual; then the feed-forward norm and router, which decide where tokens go. */
+/* One layer's attention for `sequences` sequences of `seq_len` tokens: pre-norm, projections, QK-norm, RoPE,
+   core attention, output projection, residual; then the feed-forward norm and router, which decide where
+   tokens go. */
 struct work model_attention_work(const struct model *model, int layer, enum work_pass pass, double sequences,
                                  int seq_len);
-/* One layer's feed-forward on one GPU: `copies` copies at `experts_here` routed experts (grouped products: the time
-   of one GPU), and the shared experts or the dense FFN for `tokens` tokens. */
+/* One layer's feed-forward on one GPU: `copies` copies at `experts_here` routed experts (grouped products:
+   the time of one GPU), and the shared experts or the dense FFN for `tokens` tokens. */
 struct work model_ffn_work(const struct model *model, int layer, enum work_pass pass, double copies,
                            double tokens, double experts_here);
 struct work model_embed_work(const struct model *model, enum work_pass pass, double tokens);
 /* Final norm, output matrix, cross-entropy. The logits are made chunk by chunk and never kept. */
 struct work model_head_work(const struct model *model, enum work_pass pass, double tokens);
 
-/* Model FLOPs of one sequence's training step, forward and backward, without any recomputation: what MFU counts
-   (core attention backward as twice its forward). */
+/* Model FLOPs of one sequence's training step, forward and backward, without any recomputation: what MFU
+   counts (core attention backward as twice its forward). */
 double model_step_flops(const struct model *model, int seq_len);
 
 /* ---- activations kept for backward, BF16 unless said ------------------------------------------------- */
@@ -122,8 +126,9 @@ double model_step_flops(const struct model *model, int seq_len);
 enum recompute { RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL };
 #define RECOMPUTE_CHOICES "none|selective|full"
 
-/* Bytes per token that a layer's attention keeps for its backward pass, without the layer's input. selective drops
-   normalised inputs; full drops everything (the layer's input is counted apart, by model_hidden_bytes). */
+/* Bytes per token that a layer's attention keeps for its backward pass, without the layer's input. selective
+   drops normalised inputs; full drops everything (the layer's input is counted apart, by model_hidden_bytes).
+ */
 double model_attention_activation_bytes(const struct model *model, int layer, enum recompute recompute);
 /* Bytes per copy that an expert keeps beside its input; selective drops the activation's output, full all. */
 double model_expert_activation_bytes(const struct model *model, int layer, enum recompute recompute);
@@ -131,8 +136,8 @@ double model_expert_activation_bytes(const struct model *model, int layer, enum 
 double model_shared_activation_bytes(const struct model *model, int layer, enum recompute recompute);
 /* Bytes of one token's hidden vector: of the residual stream, of an expert's input, of a message. */
 double model_hidden_bytes(const struct model *model);
-/* Work that a recompute level adds to a layer's backward pass on each side, beyond what a full forward repeats:
-   selective repeats norms (attention side) and activations (feed-forward side). */
+/* Work that a recompute level adds to a layer's backward pass on each side, beyond what a full forward
+   repeats: selective repeats norms (attention side) and activations (feed-forward side). */
 struct work model_attention_selective_work(const struct model *model, double tokens);
 struct work model_ffn_selective_work(const struct model *model, int layer, double copies, double tokens);
 
