@@ -1,10 +1,11 @@
 /*
 What each operation of a plan lasts and moves, and what its GPUs hold.
 
-Either the cost model (work ÷ achieved rate, bytes ÷ achieved bandwidth, latency, launches; the cluster file names the
-source of each rate) or the manifest's table of explicit durations. Both sides of a worker group are treated alike:
-the attention side has micro_batch_size × seq_len tokens a GPU, the feed-forward side shares all copies of them by the
-experts each GPU holds, and the busiest GPU sets the pace, since a group's transfers wait for all its members.
+Either the cost model (work ÷ achieved rate, bytes ÷ achieved bandwidth, latency, launches; the cluster file
+names the source of each rate) or the manifest's table of explicit durations. Both sides of a worker group are
+treated alike: the attention side has micro_batch_size × seq_len tokens a GPU, the feed-forward side shares
+all copies of them by the experts each GPU holds, and the busiest GPU sets the pace, since a group's transfers
+wait for all its members.
 */
 #include "plan/plan.h"
 
@@ -13,8 +14,7 @@ experts each GPU holds, and the busiest GPU sets the pace, since a group's trans
 #include <string.h>
 
 /* Seconds of `work` on a GPU of `speed` (1: as the rates say). */
-static double seconds_of(const struct cluster *cluster, struct work work, bool backward, double speed)
-{
+static double seconds_of(const struct cluster *cluster, struct work work, bool backward, double speed) {
     const double *rates = cluster->rates;
     double core = rates[backward ? RATE_CORE_BACKWARD : RATE_CORE_FORWARD];
     return (work.gemm_flops / rates[RATE_GEMM] + work.core_flops / core +
@@ -23,23 +23,21 @@ static double seconds_of(const struct cluster *cluster, struct work work, bool b
            speed;
 }
 
-static double tokens_per_gpu(const struct plan *plan)
-{
+static double tokens_per_gpu(const struct plan *plan) {
     return (double)plan->point->micro_batch_size * plan->point->seq_len;
 }
 
 /* ---- routing ------------------------------------------------------------------------------------------- */
 
 /* Experts in order, the first (experts mod gpus) GPUs holding one more. */
-static int first_expert(int experts, int gpus, int gpu)
-{
+static int first_expert(int experts, int gpus, int gpu) {
     return (int)((int64_t)experts * gpu / gpus);
 }
 
-void plan_expert_shares(const struct plan *plan, int gpus, double *shares)
-{
+void plan_expert_shares(const struct plan *plan, int gpus, double *shares) {
     const struct model *model = plan->point->model;
-    double limit = model->moe.capacity_factor > 0 ? model->moe.capacity_factor / model->moe.experts : INFINITY;
+    double limit =
+        model->moe.capacity_factor > 0 ? model->moe.capacity_factor / model->moe.experts : INFINITY;
     for (int gpu = 0; gpu < gpus; gpu++) {
         shares[gpu] = 0;
         int end = first_expert(model->moe.experts, gpus, gpu + 1);
@@ -49,8 +47,7 @@ void plan_expert_shares(const struct plan *plan, int gpus, double *shares)
 }
 
 /* The busiest GPU's share of all copies, and the experts it holds. */
-static double busiest_share(const struct plan *plan, int gpus, double *experts)
-{
+static double busiest_share(const struct plan *plan, int gpus, double *experts) {
     double *shares = must_alloc((size_t)gpus * sizeof *shares), busiest = 0;
     plan_expert_shares(plan, gpus, shares);
     for (int gpu = 0; gpu < gpus; gpu++)
@@ -63,8 +60,7 @@ static double busiest_share(const struct plan *plan, int gpus, double *experts)
     return busiest;
 }
 
-double plan_imbalance(const struct plan *plan, int gpus, double *experts)
-{
+double plan_imbalance(const struct plan *plan, int gpus, double *experts) {
     return busiest_share(plan, gpus, experts) * gpus;
 }
 
@@ -72,8 +68,7 @@ double plan_imbalance(const struct plan *plan, int gpus, double *experts)
 
 /* Copies that the busiest feed-forward GPU computes for one micro-batch of a layer. */
 static double busiest_copies(const struct plan *plan, int layer, int attention_count, int ffn_count,
-                             double *experts)
-{
+                             double *experts) {
     const struct model *model = plan->point->model;
     double all = attention_count * tokens_per_gpu(plan) * model_copies(model, layer);
     *experts = 1;
@@ -81,8 +76,7 @@ static double busiest_copies(const struct plan *plan, int layer, int attention_c
     return all * busiest_share(plan, ffn_count, experts);
 }
 
-static void table_layer_cost(const struct plan *plan, struct layer_cost *cost)
-{
+static void table_layer_cost(const struct plan *plan, struct layer_cost *cost) {
     const struct cost_table *table = plan->point->table;
     bool full = plan->memory.recompute == RECOMPUTE_FULL;
     cost->attention[PASS_FORWARD] = table->attn_fwd_s;
@@ -97,8 +91,7 @@ static void table_layer_cost(const struct plan *plan, struct layer_cost *cost)
     cost->combine = table->combine_s;
 }
 
-static void attention_cost(const struct plan *plan, int layer, double speed, double *seconds)
-{
+static void attention_cost(const struct plan *plan, int layer, double speed, double *seconds) {
     const struct point *point = plan->point;
     const struct model *model = point->model;
     double sequences = point->micro_batch_size;
@@ -115,8 +108,7 @@ static void attention_cost(const struct plan *plan, int layer, double speed, dou
     seconds[PASS_WEIGHT] = seconds_of(point->cluster, weight, true, speed);
 }
 
-static void ffn_cost(const struct plan *plan, int layer, struct sides sides, double speed, double *seconds)
-{
+static void ffn_cost(const struct plan *plan, int layer, struct sides sides, double speed, double *seconds) {
     const struct model *model = plan->point->model;
     const struct cluster *cluster = plan->point->cluster;
     double tokens = tokens_per_gpu(plan) * sides.attention_count / sides.ffn_count, experts;
@@ -134,18 +126,21 @@ static void ffn_cost(const struct plan *plan, int layer, struct sides sides, dou
         cluster, model_ffn_work(model, layer, WORK_BACKWARD_WEIGHT, copies, tokens, experts), true, speed);
 }
 
-/* Dispatch and combine. A backward transfer takes its forward one's ports in the other direction, so it costs the
-   same. A dense layer of a pipelined system stays on its GPU; of a disaggregated one it sends one copy. */
-static void transfer_cost(const struct plan *plan, int layer, struct sides sides, struct layer_cost *cost)
-{
+/* Dispatch and combine. A backward transfer takes its forward one's ports in the other direction, so it costs
+   the same. A dense layer of a pipelined system stays on its GPU; of a disaggregated one it sends one copy.
+ */
+static void transfer_cost(const struct plan *plan, int layer, struct sides sides, struct layer_cost *cost) {
     const struct model *model = plan->point->model;
     bool moe = model_layer_is_moe(model, layer);
     if (!moe && sides.attention_gpus == sides.ffn_gpus) return;
     int count = sides.attention_count > sides.ffn_count ? sides.attention_count : sides.ffn_count;
-    double *even = must_alloc((size_t)count * sizeof *even), *loads = must_alloc((size_t)count * sizeof *loads);
+    double *even = must_alloc((size_t)count * sizeof *even),
+           *loads = must_alloc((size_t)count * sizeof *loads);
     for (int i = 0; i < sides.attention_count; i++) even[i] = 1.0 / sides.attention_count;
-    if (moe) plan_expert_shares(plan, sides.ffn_count, loads);
-    else for (int i = 0; i < sides.ffn_count; i++) loads[i] = 1.0 / sides.ffn_count;
+    if (moe)
+        plan_expert_shares(plan, sides.ffn_count, loads);
+    else
+        for (int i = 0; i < sides.ffn_count; i++) loads[i] = 1.0 / sides.ffn_count;
     double kept = 0; /* below 1 where a capacity factor drops copies */
     for (int i = 0; i < sides.ffn_count; i++) kept += loads[i];
     for (int i = 0; i < sides.ffn_count; i++) loads[i] /= kept;
@@ -162,8 +157,7 @@ static void transfer_cost(const struct plan *plan, int layer, struct sides sides
     free(loads);
 }
 
-struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sides sides)
-{
+struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sides sides) {
     struct layer_cost cost = {0};
     if (plan->point->table) {
         table_layer_cost(plan, &cost);
@@ -178,8 +172,7 @@ struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sid
 }
 
 /* An embedding or head has no split passes: its backward is both halves. */
-static double end_cost(const struct plan *plan, enum pass pass, double tokens, double slowest, bool head)
-{
+static double end_cost(const struct plan *plan, enum pass pass, double tokens, double slowest, bool head) {
     struct work (*work_of)(const struct model *, enum work_pass, double) =
         head ? model_head_work : model_embed_work;
     struct work work = work_of(plan->point->model, WORK_FORWARD, tokens);
@@ -189,15 +182,13 @@ static double end_cost(const struct plan *plan, enum pass pass, double tokens, d
     return seconds_of(plan->point->cluster, work, pass != PASS_FORWARD, slowest);
 }
 
-double plan_embed_cost(const struct plan *plan, enum pass pass, double tokens, double slowest)
-{
+double plan_embed_cost(const struct plan *plan, enum pass pass, double tokens, double slowest) {
     const struct cost_table *table = plan->point->table;
     if (table) return pass == PASS_FORWARD ? table->embed_fwd_s : table->embed_bwd_s;
     return end_cost(plan, pass, tokens, slowest, false);
 }
 
-double plan_head_cost(const struct plan *plan, enum pass pass, double tokens, double slowest)
-{
+double plan_head_cost(const struct plan *plan, enum pass pass, double tokens, double slowest) {
     const struct cost_table *table = plan->point->table;
     if (table) return pass == PASS_FORWARD ? table->head_fwd_s : table->head_bwd_s;
     return end_cost(plan, pass, tokens, slowest, true);
@@ -205,8 +196,7 @@ double plan_head_cost(const struct plan *plan, enum pass pass, double tokens, do
 
 /* ---- parameters, gradients, optimizer ------------------------------------------------------------------ */
 
-static double gradient_bytes(const struct plan *plan)
-{
+static double gradient_bytes(const struct plan *plan) {
     return plan->memory.grads == PRECISION_BF16 ? 2 : 4;
 }
 
@@ -215,19 +205,18 @@ static double moment_bytes(const struct plan *plan) /* both moments of one param
     return plan->memory.moments == PRECISION_BF16 ? 4 : 8;
 }
 
-double plan_static_bytes(const struct plan *plan, const struct shard *shards, int count)
-{
+double plan_static_bytes(const struct plan *plan, const struct shard *shards, int count) {
     double bytes = 0;
     for (int i = 0; i < count; i++) {
-        double optimizer = plan->memory.offload ? 0 : 4 + moment_bytes(plan); /* FP32 master weight, moments */
+        double optimizer =
+            plan->memory.offload ? 0 : 4 + moment_bytes(plan); /* FP32 master weight, moments */
         if (plan->memory.zero >= 1) optimizer /= shards[i].count;
         bytes += shards[i].parameters * (2 + gradient_bytes(plan) + optimizer); /* 2: BF16 weight */
     }
     return bytes;
 }
 
-struct step_end plan_step_end(const struct plan *plan, const struct shard *shards, int count)
-{
+struct step_end plan_step_end(const struct plan *plan, const struct shard *shards, int count) {
     const struct cost_table *table = plan->point->table;
     if (table) return (struct step_end){table->grad_sync_s, table->param_gather_s, table->optimizer_s, 0, 0};
     const struct cluster *cluster = plan->point->cluster;
@@ -249,7 +238,8 @@ struct step_end plan_step_end(const struct plan *plan, const struct shard *shard
     /* AdamW reads gradient, master weight and moments, writes master weight, moments and BF16 weight. */
     double traffic = updated * (gradient_bytes(plan) + 2 * (4 + moment_bytes(plan)) + 2);
     end.optimizer = traffic / cluster->rates[RATE_HBM] + cluster->rates[RATE_KERNEL_LAUNCH];
-    if (plan->memory.offload) { /* gradients down, weights up and the update itself run bucket by bucket, overlapped */
+    if (plan->memory.offload) { /* gradients down, weights up and the update itself run bucket by bucket,
+                                   overlapped */
         double copy = updated * fmax(gradient_bytes(plan), 2) / cluster->rates[RATE_HOST_COPY];
         end.optimizer = fmax(copy, updated / cluster->rates[RATE_HOST_ADAM]);
     }
@@ -258,8 +248,8 @@ struct step_end plan_step_end(const struct plan *plan, const struct shard *shard
 
 /* ---- activations --------------------------------------------------------------------------------------- */
 
-struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int attention_count, int ffn_count)
-{
+struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int attention_count,
+                                      int ffn_count) {
     const struct model *model = plan->point->model;
     enum recompute level = (enum recompute)plan->memory.recompute;
     double tokens = tokens_per_gpu(plan), ffn_tokens = tokens * attention_count / ffn_count, experts;
@@ -279,8 +269,7 @@ struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int at
 
 /* ---- sizes --------------------------------------------------------------------------------------------- */
 
-bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus)
-{
+bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus) {
     const struct point *point = plan->point;
     plan->replicas = cluster_gpus(point->cluster) / replica_gpus;
     if (plan->replicas < 1) return false;

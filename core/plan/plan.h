@@ -4,10 +4,11 @@ From a manifest to a plan: what is run, who holds what, what each operation cost
 Concepts
 - An experiment is a manifest; a sweep makes several points of it. A point still has choices marked "auto".
 - A plan is one point for one system with every choice made. One data-parallel replica of it is a schedule.
-- A system (struct system) is a way of ordering work: one readable file that enumerates its layouts and builds its
-  schedule. It sees model, cluster, plan and schedule, never an executor.
-- Sides: the GPUs of one worker group that hold attention and those that hold the feed-forward part. A pipelined
-  system has the same GPUs on both sides; a disaggregated one has two sets. One cost model serves both.
+- A system (struct system) is a way of ordering work: one readable file that enumerates its layouts and builds
+its schedule. It sees model, cluster, plan and schedule, never an executor.
+- Sides: the GPUs of one worker group that hold attention and those that hold the feed-forward part. A
+pipelined system has the same GPUs on both sides; a disaggregated one has two sets. One cost model serves
+both.
 */
 #ifndef PLAN_H
 #define PLAN_H
@@ -21,8 +22,8 @@ Concepts
 
 /* A value of 0 is still to be chosen ("auto"). */
 struct parallel {
-    int pp, vpp, ep;                  /* pipelined systems: stages, chunks a stage, expert-parallel GPUs */
-    int groups, attn_gpus, ffn_gpus;  /* disaggregated systems: ring groups, GPUs of one group on each side */
+    int pp, vpp, ep;                 /* pipelined systems: stages, chunks a stage, expert-parallel GPUs */
+    int groups, attn_gpus, ffn_gpus; /* disaggregated systems: ring groups, GPUs of one group on each side */
 };
 
 enum expert_input { INPUT_KEEP, INPUT_RESEND };
@@ -61,7 +62,8 @@ struct routing {
     double *share;
 };
 
-/* ---- points ---------------------------------------------------------------------------------------------- */
+/* ---- points ----------------------------------------------------------------------------------------------
+ */
 
 struct point {
     const char *name; /* of the manifest */
@@ -79,7 +81,7 @@ struct point {
     struct routing routing;
     int seed;
     struct cost_table *table; /* NULL: the cost model */
-    const char *label;        /* "seq_len=4096 cluster.nodes=8": the sweep's values here; "" without a sweep */
+    const char *label; /* "seq_len=4096 cluster.nodes=8": the sweep's values here; "" without a sweep */
 };
 
 struct experiment {
@@ -92,13 +94,14 @@ struct experiment {
 struct override {
     const char *path, *value; /* from --set path=value; value is JSON, or else taken as a text */
 };
-/* Reads a manifest with all it refers to, applies overrides, expands the sweep. System names are checked by the
-   caller, who has the registry. False when errors were added. */
+/* Reads a manifest with all it refers to, applies overrides, expands the sweep. System names are checked by
+   the caller, who has the registry. False when errors were added. */
 bool experiment_read(const char *file, const struct override *overrides, int override_count,
                      struct experiment *experiment, struct errors *errors);
 void experiment_free(struct experiment *experiment);
 
-/* ---- plans ----------------------------------------------------------------------------------------------- */
+/* ---- plans -----------------------------------------------------------------------------------------------
+ */
 
 struct plan {
     const struct point *point;
@@ -109,12 +112,12 @@ struct plan {
     int replicas;      /* data-parallel copies of the schedule */
     int gpus;          /* in use by all replicas */
     int micro_batches; /* of one replica */
-    double sequences;  /* of all replicas in a step that count: global_batch, or what the micro-batches hold */
+    double sequences; /* of all replicas in a step that count: global_batch, or what the micro-batches hold */
 };
 
 /* Fills replicas, gpus, micro_batches and sequences of a plan whose replica has `replica_gpus` GPUs, of which
-   `attention_gpus` take micro_batch_size sequences each per micro-batch. A last micro-batch that the global batch
-   does not fill costs as much as a full one. False when the cluster has fewer GPUs. */
+   `attention_gpus` take micro_batch_size sequences each per micro-batch. A last micro-batch that the global
+   batch does not fill costs as much as a full one. False when the cluster has fewer GPUs. */
 bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus);
 
 /* The two sides of a worker group and where its combine goes. */
@@ -123,7 +126,8 @@ struct sides {
     int attention_count;
     const int *ffn_gpus;
     int ffn_count;
-    const int *next_attention_gpus; /* attention_count of them; the same as attention_gpus in a pipelined system */
+    const int
+        *next_attention_gpus; /* attention_count of them; the same as attention_gpus in a pipelined system */
 };
 
 /* Durations of one layer's operations for one micro-batch on its sides, and the bytes a GPU sends. */
@@ -134,8 +138,8 @@ struct layer_cost {
     double dispatch_bytes, combine_bytes;
 };
 
-/* How far the busiest of `gpus` GPUs, with experts spread evenly in order, is above the mean load (≥ 1), and the
-   number of experts it holds. */
+/* How far the busiest of `gpus` GPUs, with experts spread evenly in order, is above the mean load (≥ 1), and
+   the number of experts it holds. */
 double plan_imbalance(const struct plan *plan, int gpus, double *experts);
 /* Shares of all copies that each of `gpus` GPUs receives. */
 void plan_expert_shares(const struct plan *plan, int gpus, double *shares);
@@ -162,35 +166,39 @@ struct step_end plan_step_end(const struct plan *plan, const struct shard *shard
 
 /* Bytes that the busiest GPU keeps of one layer and micro-batch, by the plan's memory levers. */
 struct layer_memory {
-    double layer_input;       /* A: residual stream entering the layer */
-    double attention;         /* A: attention's internals, the feed-forward part's input included */
-    double expert_input;      /* F: copies received, permuted */
-    double ffn;               /* F: internals */
-    double full_attention;    /* A and F internals while a full recomputation or the pass itself runs */
+    double layer_input;    /* A: residual stream entering the layer */
+    double attention;      /* A: attention's internals, the feed-forward part's input included */
+    double expert_input;   /* F: copies received, permuted */
+    double ffn;            /* F: internals */
+    double full_attention; /* A and F internals while a full recomputation or the pass itself runs */
     double full_ffn;
 };
 struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int attention_count, int ffn_count);
 
-/* ---- systems --------------------------------------------------------------------------------------------- */
+/* ---- systems ---------------------------------------------------------------------------------------------
+ */
 
 enum executor { EXECUTOR_SIMULATOR = 1, EXECUTOR_CPU = 2, EXECUTOR_CUDA = 4, EXECUTOR_EMULATION = 8 };
 
-/* What is known of a plan before its schedule is built: used to try good plans first and skip hopeless ones. */
+/* What is known of a plan before its schedule is built: used to try good plans first and skip hopeless ones.
+ */
 struct bound {
     double seconds; /* no step is shorter */
     double bytes;   /* no GPU of the busiest group holds less: static bytes and what any order must keep */
 };
 
 struct system {
-    const char *name;   /* "megatron" */
-    const char *title;  /* what it is, one line */
+    const char *name;  /* "megatron" */
+    const char *title; /* what it is, one line */
     const char *paper;
     unsigned executors; /* enum executor, or-ed */
     bool searches_order, uses_placement;
-    int zero_max;       /* highest ZeRO stage it models */
-    /* The layouts open to it where the point leaves zeros; writes at most capacity, returns how many there are. */
+    int zero_max; /* highest ZeRO stage it models */
+    /* The layouts open to it where the point leaves zeros; writes at most capacity, returns how many there
+     * are. */
     int (*layouts)(const struct point *point, struct parallel *layouts, int capacity);
-    /* Fills the plan's sizes for its layout and says what is impossible about it, errors naming the manifest's keys. */
+    /* Fills the plan's sizes for its layout and says what is impossible about it, errors naming the
+     * manifest's keys. */
     bool (*size)(struct plan *plan, struct errors *errors);
     struct bound (*bound)(const struct plan *plan);
     struct schedule *(*build)(const struct plan *plan);

@@ -1,0 +1,355 @@
+/*
+Reading an experiment manifest into points.
+
+The manifest, with its model and cluster files put in place of their paths, is one JSON document. --set
+changes that document, a sweep changes copies of it, and each copy is read strictly through the same tables:
+so an override and a sweep value are checked like anything else, and an error names the key as the user wrote
+it.
+*/
+#include "plan/plan.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_POINTS 100000
+
+/* ---- parts that may be "auto" -------------------------------------------------------------------------- */
+
+static bool is_auto(struct json value) {
+    return cJSON_IsString(value.node) && strcmp(value.node->valuestring, "auto") == 0;
+}
+
+#define PARALLEL_FIELD(name)                                                                                 \
+    { #name, JSON_INT, offsetof(struct parallel, name), false, 1, 1 << 20, NULL }
+
+/* Each key of parallel may be left out or "auto" by itself: then that one is searched. */
+static bool read_parallel(struct json value, struct parallel *parallel) {
+    static const struct json_field fields[] = {PARALLEL_FIELD(pp),        PARALLEL_FIELD(vpp),
+                                               PARALLEL_FIELD(ep),        PARALLEL_FIELD(groups),
+                                               PARALLEL_FIELD(attn_gpus), PARALLEL_FIELD(ffn_gpus)};
+    *parallel = (struct parallel){0};
+    if (!value.node || is_auto(value)) return false;
+    cJSON *copy = cJSON_Duplicate(value.node, true), *next;
+    for (cJSON *child = copy->child; child; child = next) {
+        next = child->next;
+        if (is_auto((struct json){.node = child})) cJSON_Delete(cJSON_DetachItemViaPointer(copy, child));
+    }
+    struct json chosen = value;
+    chosen.node = copy;
+    json_read_fields(chosen, fields, COUNT(fields), parallel);
+    cJSON_Delete(copy);
+    return true;
+}
+
+static bool read_memory(struct json value, struct memory *memory) {
+    static const struct json_field fields[] = {
+        {"recompute", JSON_CHOICE, offsetof(struct memory, recompute), false, 0, 0, RECOMPUTE_CHOICES},
+        {"expert_input", JSON_CHOICE, offsetof(struct memory, expert_input), false, 0, 0, INPUT_CHOICES},
+        {"grads", JSON_CHOICE, offsetof(struct memory, grads), false, 0, 0, PRECISION_CHOICES},
+        {"moments", JSON_CHOICE, offsetof(struct memory, moments), false, 0, 0, PRECISION_CHOICES},
+        {"zero", JSON_INT, offsetof(struct memory, zero), false, 0, 3, NULL},
+        {"offload", JSON_BOOL, offsetof(struct memory, offload), false, 0, 0, NULL},
+    };
+    *memory = (struct memory){0};
+    if (!value.node || is_auto(value)) return false;
+    json_read_fields(value, fields, COUNT(fields), memory);
+    return true;
+}
+
+static bool read_order(struct json value, struct order *order) {
+    static const struct json_field fields[] = {
+        {"wave", JSON_INT, offsetof(struct order, wave), true, 1, 1 << 20, NULL},
+        {"waves_in_flight", JSON_INT, offsetof(struct order, waves_in_flight), true, 1, 1 << 20, NULL},
+        {"prefer", JSON_CHOICE, offsetof(struct order, prefer), false, 0, 0, PREFER_CHOICES},
+    };
+    *order = (struct order){.prefer = PREFER_WAVE};
+    if (!value.node || is_auto(value)) return false;
+    json_read_fields(value, fields, COUNT(fields), order);
+    return true;
+}
+
+#define COST_FIELD(name)                                                                                     \
+    { #name, JSON_REAL, offsetof(struct cost_table, name), false, 0, 1e9, NULL }
+
+static struct cost_table *read_costs(struct json value) {
+    static const struct json_field fields[] = {
+        COST_FIELD(attn_fwd_s), COST_FIELD(attn_bwd_s),  COST_FIELD(attn_wgrad_s),   COST_FIELD(ffn_fwd_s),
+        COST_FIELD(ffn_bwd_s),  COST_FIELD(ffn_wgrad_s), COST_FIELD(dispatch_s),     COST_FIELD(combine_s),
+        COST_FIELD(p2p_s),      COST_FIELD(embed_fwd_s), COST_FIELD(embed_bwd_s),    COST_FIELD(head_fwd_s),
+        COST_FIELD(head_bwd_s), COST_FIELD(grad_sync_s), COST_FIELD(param_gather_s), COST_FIELD(optimizer_s),
+    };
+    if (!value.node || cJSON_IsNull(value.node)) return NULL;
+    struct cost_table *table = arena_alloc(value.arena, sizeof *table);
+    json_read_fields(value, fields, COUNT(fields), table);
+    return table;
+}
+
+/* ---- routing ------------------------------------------------------------------------------------------- */
+
+static void normalise(double *share, int count) {
+    double sum = 0;
+    for (int i = 0; i < count; i++) sum += share[i];
+    for (int i = 0; i < count; i++) share[i] /= sum;
+}
+
+/* One non-negative number an expert, separated by white space or commas, relative to the manifest's folder.
+ */
+static void read_counts(struct json value, const char *file, int experts, double *share) {
+    FILE *stream = fopen(file, "r");
+    if (!stream) {
+        json_error(value, "the file cannot be opened");
+        return;
+    }
+    double sum = 0;
+    int count = 0;
+    for (double number; count <= experts && fscanf(stream, " %lf%*[, ]", &number) == 1; count++) {
+        if (!(number >= 0 && number < 1e300)) json_error(value, "count %d must be a number ≥ 0", count);
+        if (count < experts) sum += share[count] = number;
+    }
+    if (count != experts || !feof(stream))
+        json_error(value, "must hold one number for each of the model's %d experts", experts);
+    if (count == experts && !(sum > 0)) json_error(value, "at least one count must be above 0");
+    fclose(stream);
+    normalise(share, experts);
+}
+
+static void read_routing(struct json value, const char *manifest, int experts, struct routing *routing) {
+    const char *text = value.node && cJSON_IsString(value.node) ? value.node->valuestring : "balanced";
+    routing->text = arena_strdup(value.arena, text);
+    routing->share = arena_alloc(value.arena, (size_t)experts * sizeof(double));
+    if (value.node && !cJSON_IsString(value.node))
+        json_error(value, "must be balanced, zipf:EXPONENT or file:FILE");
+    for (int i = 0; i < experts; i++) routing->share[i] = 1.0 / experts;
+    if (strcmp(text, "balanced") == 0) return;
+    if (strncmp(text, "file:", 5) == 0) {
+        read_counts(value, path_beside(value.arena, manifest, text + 5), experts, routing->share);
+        return;
+    }
+    char *end = NULL;
+    double exponent = strncmp(text, "zipf:", 5) == 0 ? strtod(text + 5, &end) : -1;
+    if (!end || *end || end == text + 5 || !(exponent >= 0 && exponent <= 10)) {
+        json_error(value, "must be balanced, zipf:EXPONENT with an exponent from 0 to 10, or file:FILE");
+        return;
+    }
+    for (int i = 0; i < experts; i++) routing->share[i] = pow(i + 1, -exponent);
+    normalise(routing->share, experts);
+}
+
+/* ---- one point ----------------------------------------------------------------------------------------- */
+
+struct raw_point {
+    struct point point;
+    struct json model, cluster, systems, parallel, memory, order, placement, routing, costs, sweep;
+    const char *name;
+};
+
+#define RAW(name, required)                                                                                  \
+    { #name, JSON_VALUE, offsetof(struct raw_point, name), required, 0, 0, NULL }
+#define POINT_INT(name, required, min, max)                                                                  \
+    { #name, JSON_INT, offsetof(struct raw_point, point.name), required, min, max, NULL }
+
+static void read_systems(struct json value, struct point *point) {
+    if (!cJSON_IsArray(value.node) || !value.node->child) {
+        json_error(value, "must be a list of at least one system's name");
+        return;
+    }
+    int count = cJSON_GetArraySize(value.node), i = 0;
+    point->systems = arena_alloc(value.arena, (size_t)count * sizeof *point->systems);
+    for (cJSON *child = value.node->child; child; child = child->next, i++) {
+        struct json element = json_element(value, child, i);
+        if (!cJSON_IsString(child)) {
+            json_error(element, "must be a system's name");
+            continue;
+        }
+        for (int k = 0; k < point->system_count; k++)
+            if (strcmp(point->systems[k], child->valuestring) == 0) json_error(element, "is named twice");
+        point->systems[point->system_count++] = arena_strdup(value.arena, child->valuestring);
+    }
+}
+
+static void read_placement(struct json value, struct point *point) {
+    point->auto_placement = value.node && is_auto(value);
+    if (!value.node || point->auto_placement) return;
+    if (cJSON_IsString(value.node) && strcmp(value.node->valuestring, "split-nodes") == 0)
+        point->placement = PLACEMENT_SPLIT;
+    else if (cJSON_IsString(value.node) && strcmp(value.node->valuestring, "mixed-nodes") == 0)
+        point->placement = PLACEMENT_MIXED;
+    else
+        json_error(value, "must be one of auto|" PLACEMENT_CHOICES);
+}
+
+static bool read_point(struct json manifest, const char *label, struct point *point) {
+    static const struct json_field fields[] = {
+        {"name", JSON_TEXT, offsetof(struct raw_point, name), false, 0, 0, NULL},
+        RAW(model, true),
+        RAW(cluster, true),
+        RAW(systems, true),
+        POINT_INT(seq_len, true, 1, 1 << 24),
+        POINT_INT(micro_batch_size, false, 1, 1 << 16),
+        POINT_INT(global_batch, false, 1, 1 << 24),
+        POINT_INT(micro_batches, false, 1, 1 << 20),
+        RAW(parallel, false),
+        RAW(memory, false),
+        RAW(order, false),
+        RAW(placement, false),
+        RAW(routing, false),
+        POINT_INT(seed, false, 0, 2147483647),
+        RAW(costs, false),
+        RAW(sweep, false)};
+    int before = manifest.errors->count;
+    struct raw_point raw = {.point = {.micro_batch_size = 1, .seed = 1}, .name = "unnamed"};
+    if (!cJSON_IsObject(manifest.node)) {
+        json_error(manifest, "must be an object");
+        return false;
+    }
+    json_read_fields(manifest, fields, COUNT(fields), &raw);
+    *point = raw.point;
+    point->name = raw.name;
+    point->label = label;
+    if ((point->global_batch != 0) == (point->micro_batches != 0) && manifest.errors->count == before)
+        errors_add(manifest.errors, manifest.file, "global_batch",
+                   point->global_batch
+                       ? "micro_batches is given as well; exactly one of the two is allowed"
+                       : "missing; exactly one of global_batch and micro_batches is required");
+    if (raw.systems.node) read_systems(raw.systems, point);
+    point->model = arena_alloc(manifest.arena, sizeof *point->model);
+    point->cluster = arena_alloc(manifest.arena, sizeof *point->cluster);
+    bool model = raw.model.node && model_read(raw.model, point->model);
+    if (raw.cluster.node) cluster_read(raw.cluster, point->cluster);
+    bool parallel = read_parallel(raw.parallel, &point->parallel);
+    bool memory = read_memory(raw.memory, &point->memory);
+    /* Where the layout is given, memory and placement default to fixed values; else they are searched as
+     * well. */
+    point->auto_memory = !memory && (!parallel || raw.memory.node);
+    point->auto_order = !read_order(raw.order, &point->order);
+    if (!raw.placement.node)
+        point->auto_placement = !parallel;
+    else
+        read_placement(raw.placement, point);
+    raw.routing.arena = manifest.arena;
+    if (model) read_routing(raw.routing, manifest.file, point->model->moe.experts, &point->routing);
+    point->table = read_costs(raw.costs);
+    if (raw.costs.node && point->auto_memory) point->auto_memory = false; /* memory is not enforced then */
+    return manifest.errors->count == before;
+}
+
+/* ---- documents ----------------------------------------------------------------------------------------- */
+
+/* Puts the file's object where a path stands. The reader of a model or cluster sees the object alone. */
+static void load_in_place(cJSON *manifest, const char *key, const char *file, struct arena *arena,
+                          struct errors *errors) {
+    cJSON *item = cJSON_GetObjectItemCaseSensitive(manifest, key);
+    if (!cJSON_IsString(item)) return;
+    struct json loaded = json_read_file(path_beside(arena, file, item->valuestring), arena, errors);
+    if (loaded.node)
+        cJSON_ReplaceItemInObjectCaseSensitive(manifest, key, loaded.node);
+    else
+        cJSON_ReplaceItemInObjectCaseSensitive(manifest, key, cJSON_CreateNull());
+}
+
+static bool set_value(cJSON *manifest, const char *path, cJSON *value, const char *file, struct arena *arena,
+                      struct errors *errors) {
+    if (!json_set_path(manifest, path, value)) {
+        errors_add(errors, file, path, "no such place: a part before the last key is not an object");
+        cJSON_Delete(value);
+        return false;
+    }
+    if (strcmp(path, "model") == 0 || strcmp(path, "cluster") == 0)
+        load_in_place(manifest, path, file, arena, errors);
+    return true;
+}
+
+static void apply_override(cJSON *manifest, struct override override, const char *file, struct arena *arena,
+                           struct errors *errors) {
+    struct errors ignored = {0};
+    struct json value = json_read_text(override.value, strlen(override.value), "--set", arena, &ignored);
+    errors_free(&ignored);
+    cJSON *node = value.node ? value.node : cJSON_CreateString(override.value);
+    /* A swept key that is set by hand is no longer swept. */
+    cJSON *sweep = cJSON_GetObjectItemCaseSensitive(manifest, "sweep");
+    if (sweep) cJSON_DeleteItemFromObjectCaseSensitive(sweep, override.path);
+    set_value(manifest, override.path, node, file, arena, errors);
+}
+
+static int sweep_size(struct json sweep) {
+    double size = 1;
+    int index = 0;
+    if (!cJSON_IsObject(sweep.node)) {
+        json_error(sweep, "must be an object of paths, each with a list of values");
+        return 0;
+    }
+    for (cJSON *axis = sweep.node->child; axis; axis = axis->next, index++) {
+        if (!cJSON_IsArray(axis) || !axis->child) {
+            json_error(json_member(sweep, axis->string), "must be a list of at least one value");
+            return 0;
+        }
+        size *= cJSON_GetArraySize(axis);
+        if (size > MAX_POINTS) {
+            json_error(sweep, "makes more than %d points", MAX_POINTS);
+            return 0;
+        }
+    }
+    return (int)size;
+}
+
+/* "seq_len=4096 model=models/a.json" */
+static void add_to_label(struct text *label, const char *path, const cJSON *value) {
+    char *printed = cJSON_PrintUnformatted(value);
+    text_add(label, "%s%s=%s", label->length ? " " : "", path,
+             cJSON_IsString(value) ? value->valuestring : printed);
+    free(printed);
+}
+
+/* Point number `index` of the product: the last axis changes fastest. */
+static void read_sweep_point(struct json document, cJSON *sweep, int index, struct point *point) {
+    cJSON *manifest = cJSON_Duplicate(document.node, true);
+    cJSON_DeleteItemFromObjectCaseSensitive(manifest, "sweep");
+    struct text label = {0};
+    int stride = 1;
+    for (cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next)
+        stride *= cJSON_GetArraySize(axis);
+    for (cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next) {
+        int count = cJSON_GetArraySize(axis);
+        stride /= count;
+        cJSON *value = cJSON_GetArrayItem(axis, index / stride % count);
+        add_to_label(&label, axis->string, value);
+        set_value(manifest, axis->string, cJSON_Duplicate(value, true), document.file, document.arena,
+                  document.errors);
+    }
+    struct json whole = document;
+    whole.node = manifest;
+    read_point(whole, label.text ? arena_strdup(document.arena, label.text) : "", point);
+    free(label.text);
+    cJSON_Delete(manifest);
+}
+
+bool experiment_read(const char *file, const struct override *overrides, int override_count,
+                     struct experiment *experiment, struct errors *errors) {
+    *experiment = (struct experiment){.file = file, .arena = arena_new()};
+    int before = errors->count;
+    struct json document = json_read_file(file, experiment->arena, errors);
+    if (!document.node) return false;
+    if (!cJSON_IsObject(document.node)) {
+        json_error(document, "must be an object");
+        cJSON_Delete(document.node);
+        return false;
+    }
+    load_in_place(document.node, "model", file, experiment->arena, errors);
+    load_in_place(document.node, "cluster", file, experiment->arena, errors);
+    for (int i = 0; i < override_count; i++)
+        apply_override(document.node, overrides[i], file, experiment->arena, errors);
+    struct json sweep = json_member(document, "sweep");
+    int count = sweep.node ? sweep_size(sweep) : 1;
+    experiment->points =
+        arena_alloc(experiment->arena, (size_t)(count ? count : 1) * sizeof *experiment->points);
+    experiment->point_count = count;
+    for (int i = 0; i < count; i++) read_sweep_point(document, sweep.node, i, &experiment->points[i]);
+    cJSON_Delete(document.node);
+    return errors->count == before;
+}
+
+void experiment_free(struct experiment *experiment) {
+    arena_free(experiment->arena);
+    experiment->arena = NULL;
+}
