@@ -175,6 +175,39 @@ struct layer_memory {
 };
 struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int attention_count, int ffn_count);
 
+/* ---- blocks ----------------------------------------------------------------------------------------------
+ */
+
+/* The worker groups (of a schedule) that run one layer: equal in a pipelined system. */
+struct place {
+    int attention, ffn, next; /* next: the group that takes the combined output */
+};
+
+/* What every system repeats for a layer and a micro-batch: attention → dispatch → ffn → combine and its
+   backward counterpart, with the operations and activations that the memory levers ask for. */
+struct block {
+    const struct plan *plan;
+    const struct layer_cost *cost;
+    const struct layer_memory *memory;
+    struct place place;
+    int layer, micro_batch;
+    int forward_first, forward_last;   /* operations first … last − 1 of the forward pass */
+    int backward_first, backward_last; /* of the backward pass, recomputation included */
+    int input_activation, attention_activation, expert_activation, ffn_activation; /* −1: not kept */
+};
+
+/* Adds the forward pass behind `input`, the operation that puts the layer's input on the attention group (−1:
+   none). Returns the operation that puts the output on the next group. */
+int block_forward(struct schedule *schedule, struct block *block, int input);
+/* Adds the backward pass behind `gradient`, the operation that puts the output's gradient on the next group.
+   Returns the operation that puts the input's gradient on the attention group. */
+int block_backward(struct schedule *schedule, struct block *block, int gradient);
+
+/* The step's end of a group: gradient reduction behind `after` (count operations), optimizer, parameter
+ * gathering. */
+void plan_add_step_end(struct schedule *schedule, int group, struct step_end end, const int *after,
+                       int count);
+
 /* ---- systems ---------------------------------------------------------------------------------------------
  */
 
