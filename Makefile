@@ -1,0 +1,102 @@
+# Targets:  all  test  check  check-long  check-sanitize  check-valgrind  reproduce  setup  format  clean
+# A build variant is a folder and extra flags: make BUILD=build/mine EXTRA=-DMINE. `make test TESTS=test_model` runs one test.
+
+PACKAGES := gcc make libcjson-dev libopenblas-dev libcmocka-dev openmpi-bin libopenmpi-dev python3-matplotlib valgrind
+# Tests that are built in both precisions; tests/test_*_double.c are built in float64 alone.
+DOUBLE_TESTS :=
+
+CC       = gcc
+BUILD    = build
+EXTRA    =
+OPT      = -O2
+# Simulator code must give the same bytes on every machine, so only training may use what this processor offers.
+TRAIN_OPT = -O3 -march=native
+# System headers, so that -Werror stays about our own code. Empty without Open MPI.
+MPI_CFLAGS := $(patsubst -I%,-isystem %,$(shell mpicc --showme:compile 2>/dev/null))
+MPI_LIBS   := $(shell mpicc --showme:link 2>/dev/null)
+CFLAGS   = -std=gnu11 $(OPT) -g -Wall -Wextra -Werror -ffp-contract=off
+CPPFLAGS = -MMD -MP -Icore -I. $(MPI_CFLAGS)
+LDLIBS   = -Wl,--as-needed -lcjson -lopenblas $(MPI_LIBS) -lpthread -lm
+SANITIZE = BUILD=build/sanitize EXTRA='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
+# Valgrind knows fewer instructions than a new processor has.
+VALGRIND = BUILD=build/valgrind TRAIN_OPT=-O2
+
+SOURCES := $(wildcard core/*/*.c core/*/*/*.c baselines/*.c)
+MAIN    := $(wildcard core/cli/main.c)
+# float32 or float64 is chosen when these are compiled, so they exist twice.
+TWICE   := $(filter core/train/% core/cli/%,$(SOURCES))
+TRAIN   := $(filter core/train/%,$(SOURCES))
+OBJECTS := $(SOURCES:%.c=$(BUILD)/%.o)
+OBJECTS_DOUBLE := $(patsubst %.c,$(BUILD)/%.o,$(filter-out $(TWICE),$(SOURCES))) $(TWICE:%.c=$(BUILD)/double/%.o)
+BINARIES := $(if $(MAIN),$(BUILD)/disagmoe $(if $(TRAIN),$(BUILD)/disagmoe-double))
+
+# The programs of a build folder, and the scripts, for which $(BUILD)/disagmoe is tested.
+TESTS   := $(sort $(basename $(notdir $(wildcard tests/test_*.c tests/test_*.sh))))
+NAMES   := $(filter $(TESTS),$(basename $(notdir $(wildcard tests/test_*.c))))
+SCRIPTS := $(filter $(TESTS:%=tests/%.sh),$(wildcard tests/test_*.sh))
+single   = $(patsubst %,$(1)/tests/%,$(filter-out %_double,$(NAMES)))
+double   = $(patsubst %,$(1)/double/tests/%,$(filter %_double $(DOUBLE_TESTS),$(NAMES)))
+programs = $(call single,$(1)) $(call double,$(1))
+
+# All cores; makes started by this one share them.
+ifeq ($(MAKELEVEL),0)
+MAKEFLAGS += -j$(shell nproc)
+endif
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+.PHONY: all tests test check check-long check-sanitize check-valgrind reproduce setup format clean
+all: $(BINARIES)
+tests: all $(call programs,$(BUILD))
+
+$(BUILD)/disagmoe: $(OBJECTS)
+$(BUILD)/disagmoe-double: $(OBJECTS_DOUBLE)
+$(call single,$(BUILD)): $(BUILD)/tests/%: $(BUILD)/tests/%.o $(filter-out $(MAIN:%.c=$(BUILD)/%.o),$(OBJECTS))
+$(call double,$(BUILD)): $(BUILD)/double/tests/%: $(BUILD)/double/tests/%.o $(filter-out $(MAIN:%.c=$(BUILD)/double/%.o),$(OBJECTS_DOUBLE))
+$(call programs,$(BUILD)): LDLIBS += -lcmocka
+$(BINARIES) $(call programs,$(BUILD)):
+	@mkdir -p $(@D)
+	@echo "link $@"
+	@$(CC) $(EXTRA) -o $@ $^ $(LDLIBS)
+
+$(BUILD)/core/train/%.o $(BUILD)/double/core/train/%.o: OPT = $(TRAIN_OPT)
+$(BUILD)/double/%.o: CPPFLAGS += -DFLOATX_DOUBLE
+$(BUILD)/double/%.o: %.c Makefile
+	@mkdir -p $(@D)
+	@echo "compile $@"
+	@$(CC) $(CPPFLAGS) $(CFLAGS) $(EXTRA) -c -o $@ $<
+$(BUILD)/%.o: %.c Makefile
+	@mkdir -p $(@D)
+	@echo "compile $@"
+	@$(CC) $(CPPFLAGS) $(CFLAGS) $(EXTRA) -c -o $@ $<
+-include $(patsubst %.o,%.d,$(OBJECTS) $(OBJECTS_DOUBLE) $(addsuffix .o,$(call programs,$(BUILD))))
+
+# Each check builds in a make of its own, started after set-up: what that installed is seen only then.
+PLAIN_RUNS    = $(patsubst %,plain:%,$(call programs,build) $(SCRIPTS))
+SANITIZE_RUNS = $(patsubst %,sanitize:%,$(call programs,build/sanitize) $(SCRIPTS))
+VALGRIND_RUNS = $(patsubst %,valgrind:%,$(call programs,build/valgrind))
+test: tests
+	@tests/run.sh $(PLAIN_RUNS)
+check: setup
+	@$(MAKE) tests
+	@$(MAKE) tests $(SANITIZE)
+	@$(MAKE) tests $(VALGRIND)
+	@tests/run.sh $(PLAIN_RUNS) $(SANITIZE_RUNS) $(VALGRIND_RUNS)
+check-long:
+	@DISAGMOE_LONG=1 $(MAKE) check
+check-sanitize: setup
+	@$(MAKE) tests $(SANITIZE)
+	@tests/run.sh $(SANITIZE_RUNS)
+check-valgrind: setup
+	@$(MAKE) tests $(VALGRIND)
+	@tests/run.sh $(VALGRIND_RUNS)
+
+reproduce: setup
+	@$(MAKE) all
+	@experiments/reproduce.sh
+
+setup:
+	@tests/setup-packages.sh $(PACKAGES)
+format:
+	clang-format -i $(wildcard core/*/*.[ch] core/*/*/*.[ch] baselines/*.[ch] tests/*.[ch])
+clean:
+	rm -rf build
