@@ -74,7 +74,8 @@ run_one() {
 id=0 jobs=$(nproc)
 for run; do
     [ "$(jobs -rp | wc -l)" -lt "$jobs" ] || wait -n
-    run_one $((++id)) "$run" &
+    : $((++id)) # here, not on the next line, whose $id is a subshell's
+    run_one $id "$run" &
 done
 wait
 
