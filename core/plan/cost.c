@@ -137,6 +137,7 @@ static void transfer_cost(const struct plan *plan, int layer, struct sides sides
     double *even = must_alloc((size_t)count * sizeof *even),
            *loads = must_alloc((size_t)count * sizeof *loads);
     for (int i = 0; i < sides.attention_count; i++) even[i] = 1.0 / sides.attention_count;
+    for (int i = 0; i < sides.next_count; i++) next[i] = 1.0 / sides.next_count;
     if (moe)
         plan_expert_shares(plan, sides.ffn_count, loads);
     else
@@ -148,12 +149,13 @@ static void transfer_cost(const struct plan *plan, int layer, struct sides sides
                    model_hidden_bytes(model);
     struct ports attention = {sides.attention_gpus, even, sides.attention_count};
     struct ports ffn = {sides.ffn_gpus, loads, sides.ffn_count};
-    struct ports next = {sides.next_attention_gpus, even, sides.attention_count};
+    struct ports after = {sides.next_gpus, next, sides.next_count};
     cost->dispatch = cluster_exchange(plan->point->cluster, attention, ffn, bytes).seconds;
     cost->dispatch_bytes = bytes / sides.attention_count;
-    cost->combine = cluster_exchange(plan->point->cluster, ffn, next, bytes).seconds;
+    cost->combine = cluster_exchange(plan->point->cluster, ffn, after, bytes).seconds;
     cost->combine_bytes = bytes / sides.ffn_count;
     free(even);
+    free(next);
     free(loads);
 }
 
@@ -269,11 +271,10 @@ struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int at
 
 /* ---- sizes --------------------------------------------------------------------------------------------- */
 
-bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus) {
+void plan_resize(struct plan *plan, int replicas, int replica_gpus, int attention_gpus) {
     const struct point *point = plan->point;
-    plan->replicas = cluster_gpus(point->cluster) / replica_gpus;
-    if (plan->replicas < 1) return false;
     double per_micro_batch = (double)attention_gpus * point->micro_batch_size;
+    plan->replicas = replicas;
     if (point->global_batch) {
         /* More replicas than micro-batches would leave some without work. */
         double needed = ceil(point->global_batch / per_micro_batch);
@@ -285,5 +286,11 @@ bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus) {
         plan->sequences = per_micro_batch * plan->micro_batches * plan->replicas;
     }
     plan->gpus = plan->replicas * replica_gpus;
+}
+
+bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus) {
+    int replicas = cluster_gpus(plan->point->cluster) / replica_gpus;
+    if (replicas < 1) return false;
+    plan_resize(plan, replicas, replica_gpus, attention_gpus);
     return true;
 }

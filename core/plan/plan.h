@@ -119,6 +119,8 @@ struct plan {
    `attention_gpus` take micro_batch_size sequences each per micro-batch. A last micro-batch that the global
    batch does not fill costs as much as a full one. False when the cluster has fewer GPUs. */
 bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus);
+/* The same with a given number of replicas. */
+void plan_resize(struct plan *plan, int replicas, int replica_gpus, int attention_gpus);
 
 /* The two sides of a worker group and where its combine goes. */
 struct sides {

@@ -1,0 +1,435 @@
+/*
+Megatron-LM with expert parallelism: PP × EP × DP, 1F1B and interleaved 1F1B (arXiv 2104.04473), all-to-alls
+exposed.
+
+    stage 0  F0 F1 F2 F3       B0 F4 B1 F5 B2 …          1F1B: warm-up of (pp − stage − 1) forwards,
+    stage 1     F0 F1 F2    B0 F3 B1 F4 B2 …             then one forward, one backward in turn,
+    stage 2        F0 F1 B0 F2 B1 F3 B2 …                then the remaining backwards.
+    stage 3           F0 B0 F1 B1 F2 B2 …
+
+Interleaved (vpp > 1): stage s holds chunks s, s + pp, s + 2·pp, …; pp micro-batches go through a chunk before
+the next chunk, and the warm-up is 2·(pp − stage − 1) + (vpp − 1)·pp chunks, as in Megatron-Core's
+schedules.py.
+
+Choices. A stage is one group of `ep` GPUs, each with attention replicated and experts ÷ ep; tensor
+parallelism is 1. The compute lane's order is written here; a lane that waits for an all-to-all waits, since
+the next operation in its order needs it. Point-to-point messages travel beside computation. Layers are spread
+over stages so that the slowest stage, embedding and head included, is as fast as can be (Megatron's
+--pipeline-model-parallel-layout allows any split), which for equal stages is the even split. Replicas of a
+stage stand next to each other, stage after stage.
+*/
+#include "plan/plan.h"
+
+#include <assert.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- who holds what --------------------------------------------------------------------------------------
+ */
+
+struct chunk {
+    int stage, first_layer, layers;
+};
+
+struct layout {
+    const struct plan *plan;
+    int pp, vpp, ep, chunks;
+    struct chunk *chunk;     /* pp × vpp of them, in the order tokens pass them */
+    int **gpus;              /* of each stage in the replica that is modelled */
+    int **all_gpus;          /* of each stage in all replicas */
+    int **expert_gpus;       /* GPUs that hold the same experts as the stage's first GPU, one a replica */
+    double *slowest;         /* GPU speed of each stage */
+    struct layer_cost *cost; /* of each layer */
+    struct layer_memory *memory;
+    double embed[2], head[2]; /* forward, backward seconds */
+    double p2p, p2p_bytes;
+    struct arena *arena;
+};
+
+static double block_seconds(const struct layout *layout, int layer, bool backward) {
+    const struct layer_cost *cost = &layout->cost[layer];
+    double attention = cost->attention[PASS_FORWARD], ffn = cost->ffn[PASS_FORWARD];
+    double transfers = cost->dispatch + cost->combine;
+    bool moe = model_layer_is_moe(layout->plan->point->model, layer);
+    if (!moe) transfers = 0;
+    if (!backward) return attention + ffn + transfers;
+    double seconds = cost->attention[PASS_BACKWARD] + cost->attention[PASS_WEIGHT] +
+                     cost->ffn[PASS_BACKWARD] + cost->ffn[PASS_WEIGHT] + cost->attention[PASS_RECOMPUTE] +
+                     cost->ffn[PASS_RECOMPUTE] + transfers;
+    const struct memory *memory = &layout->plan->memory;
+    if (memory->recompute == RECOMPUTE_FULL) return seconds + transfers;
+    return moe && memory->expert_input == INPUT_RESEND ? seconds + cost->dispatch : seconds;
+}
+
+/* Gives each layer in turn to the stage that is least loaded, then spreads a stage's layers over its chunks.
+ */
+static void split_layers(struct layout *layout) {
+    int layers = layout->plan->point->model->layers, pp = layout->pp;
+    double *load = arena_alloc(layout->arena, (size_t)pp * sizeof *load);
+    int *count = arena_alloc(layout->arena, (size_t)pp * sizeof *count);
+    load[0] += layout->embed[0] + layout->embed[1];
+    load[pp - 1] += layout->head[0] + layout->head[1];
+    double block = block_seconds(layout, layers - 1, false) + block_seconds(layout, layers - 1, true);
+    for (int stage = 0; stage < pp; stage++) { /* every chunk has at least one layer */
+        count[stage] = layout->vpp;
+        load[stage] += layout->vpp * block;
+    }
+    for (int layer = pp * layout->vpp; layer < layers; layer++) {
+        int least = 0;
+        for (int stage = 1; stage < pp; stage++)
+            if (load[stage] < load[least] || (load[stage] == load[least] && count[stage] < count[least]))
+                least = stage;
+        count[least]++;
+        /* Costs that are all 0 still split evenly. */
+        load[least] += block;
+    }
+    int next = 0;
+    for (int c = 0; c < layout->chunks; c++) {
+        int stage = c % pp, v = c / pp;
+        int here = count[stage] / layout->vpp + (v < count[stage] % layout->vpp);
+        layout->chunk[c] = (struct chunk){stage, next, here};
+        next += here;
+    }
+    assert(next == layers);
+}
+
+/* GPUs of a stage: replicas of the stage side by side. The modelled replica is the one with the slowest GPU,
+   since the step ends with a reduction over all. */
+static void place_stages(struct layout *layout) {
+    const struct cluster *cluster = layout->plan->point->cluster;
+    int replicas = layout->plan->replicas, ep = layout->ep, all = replicas * ep, modelled = 0;
+    for (int stage = 0; stage < layout->pp; stage++) {
+        layout->all_gpus[stage] = arena_alloc(layout->arena, (size_t)all * sizeof(int));
+        for (int i = 0; i < all; i++) layout->all_gpus[stage][i] = stage * all + i;
+        for (int r = 0; r < replicas; r++)
+            if (cluster_slowest(cluster, layout->all_gpus[stage] + r * ep, ep) <
+                cluster_slowest(cluster, layout->all_gpus[stage] + modelled * ep, ep))
+                modelled = r;
+    }
+    for (int stage = 0; stage < layout->pp; stage++) {
+        layout->gpus[stage] = layout->all_gpus[stage] + modelled * ep;
+        layout->slowest[stage] = cluster_slowest(cluster, layout->gpus[stage], ep);
+        layout->expert_gpus[stage] = arena_alloc(layout->arena, (size_t)replicas * sizeof(int));
+        for (int r = 0; r < replicas; r++) layout->expert_gpus[stage][r] = layout->all_gpus[stage][r * ep];
+    }
+}
+
+static void price(struct layout *layout) {
+    const struct plan *plan = layout->plan;
+    const struct point *point = plan->point;
+    int ep = layout->ep, pp = layout->pp;
+    double tokens = (double)point->micro_batch_size * point->seq_len;
+    double slowest = 1;
+    for (int stage = 0; stage < pp; stage++) slowest = fmin(slowest, layout->slowest[stage]);
+    for (int layer = 0; layer < point->model->layers; layer++) {
+        struct sides sides = {layout->gpus[0], ep, layout->gpus[0], ep, layout->gpus[0], ep};
+        layout->cost[layer] = plan_layer_cost(plan, layer, sides);
+        layout->memory[layer] = plan_layer_memory(plan, layer, ep, ep);
+    }
+    for (int pass = 0; pass < 2; pass++) {
+        enum pass which = pass ? PASS_BACKWARD : PASS_FORWARD;
+        layout->embed[pass] = plan_embed_cost(plan, which, tokens, layout->slowest[0]);
+        layout->head[pass] = plan_head_cost(plan, which, tokens, layout->slowest[pp - 1]);
+    }
+    layout->p2p_bytes = tokens * model_hidden_bytes(point->model);
+    layout->p2p = pp == 1        ? 0
+                  : point->table ? point->table->p2p_s
+                                 : cluster_pairwise(point->cluster, layout->gpus[0], layout->gpus[1], ep,
+                                                    layout->p2p_bytes)
+                                       .seconds;
+    split_layers(layout);
+    /* A stage with a slow GPU, or one whose GPUs straddle nodes differently, has costs of its own. */
+    for (int c = 0; c < layout->chunks && !point->table; c++) {
+        struct chunk chunk = layout->chunk[c];
+        int *gpus = layout->gpus[chunk.stage];
+        struct sides sides = {gpus, ep, gpus, ep, gpus, ep};
+        for (int l = chunk.first_layer; l < chunk.first_layer + chunk.layers; l++)
+            layout->cost[l] = plan_layer_cost(plan, l, sides);
+    }
+}
+
+static struct layout *layout_new(const struct plan *plan) {
+    struct arena *arena = arena_new();
+    struct layout *layout = arena_alloc(arena, sizeof *layout);
+    int layers = plan->point->model->layers;
+    *layout = (struct layout){.plan = plan,
+                              .pp = plan->parallel.pp,
+                              .vpp = plan->parallel.vpp,
+                              .ep = plan->parallel.ep,
+                              .chunks = plan->parallel.pp * plan->parallel.vpp,
+                              .arena = arena};
+    size_t pp = (size_t)layout->pp;
+    layout->chunk = arena_alloc(arena, (size_t)layout->chunks * sizeof *layout->chunk);
+    layout->gpus = arena_alloc(arena, pp * sizeof *layout->gpus);
+    layout->all_gpus = arena_alloc(arena, pp * sizeof *layout->all_gpus);
+    layout->expert_gpus = arena_alloc(arena, pp * sizeof *layout->expert_gpus);
+    layout->slowest = arena_alloc(arena, pp * sizeof *layout->slowest);
+    layout->cost = arena_alloc(arena, (size_t)layers * sizeof *layout->cost);
+    layout->memory = arena_alloc(arena, (size_t)layers * sizeof *layout->memory);
+    place_stages(layout);
+    price(layout);
+    return layout;
+}
+
+/* What a GPU of a stage holds: everything that all GPUs of the stage share, and its experts. */
+static int stage_shards(const struct layout *layout, int stage, struct shard shards[2]) {
+    const struct plan *plan = layout->plan;
+    const struct model *model = plan->point->model;
+    double shared = 0, experts = 0, here = ceil((double)model->moe.experts / layout->ep);
+    if (stage == 0) shared += model_embedding_parameters(model);
+    if (stage == layout->pp - 1) {
+        shared += model_head_parameters(model);
+        if (model->tie_embeddings && layout->pp > 1)
+            shared += model_embedding_parameters(model); /* its own copy */
+    }
+    for (int c = stage; c < layout->chunks; c += layout->pp)
+        for (int i = 0; i < layout->chunk[c].layers; i++) {
+            int layer = layout->chunk[c].first_layer + i;
+            shared += model_attention_parameters(model) + model_router_parameters(model, layer) +
+                      model_shared_parameters(model, layer);
+            if (model_layer_is_moe(model, layer)) experts += here * model_expert_parameters(model);
+        }
+    shards[0] = (struct shard){shared, layout->all_gpus[stage], plan->replicas * layout->ep};
+    shards[1] = (struct shard){experts, layout->expert_gpus[stage], plan->replicas};
+    return 2;
+}
+
+/* ---- the order of a stage --------------------------------------------------------------------------------
+ */
+
+/* Number k of a stage's forwards (or backwards): which chunk of the stage, which micro-batch. */
+static void unit(const struct layout *layout, int k, bool backward, int *v, int *micro_batch) {
+    int round = layout->pp * layout->vpp, within = k % round;
+    *v = within / layout->pp;
+    if (backward) *v = layout->vpp - 1 - *v;
+    *micro_batch = layout->vpp == 1 ? k : k / round * layout->pp + within % layout->pp;
+    if (layout->vpp == 1) *v = 0;
+}
+
+/* Forward chunks that run before the first backward. */
+static int warm_up(const struct layout *layout, int stage) {
+    int total = layout->plan->micro_batches * layout->vpp, behind = layout->pp - stage - 1;
+    int warm = layout->vpp == 1 ? behind : 2 * behind + (layout->vpp - 1) * layout->pp;
+    return warm < total ? warm : total;
+}
+
+struct range {
+    int first, last; /* operations of one chunk and micro-batch: first … last − 1 */
+};
+
+/* Collects the compute operations of a stage in Megatron's order. */
+static void order_stage(struct schedule *schedule, const struct layout *layout, int stage,
+                        struct range (*ranges)[2]) {
+    int total = layout->plan->micro_batches * layout->vpp, warm = warm_up(layout, stage), count = 0;
+    int lane = lane_of(stage, RESOURCE_COMPUTE);
+    int *order = must_alloc((size_t)schedule->op_count * sizeof *order);
+    for (int step = 0; step < total + warm; step++)
+        for (int backward = 0; backward < 2; backward++) { /* steady state: one forward, one backward */
+            int k = backward ? step - warm : step, v, micro_batch;
+            if (k < 0 || k >= total) continue;
+            unit(layout, k, backward, &v, &micro_batch);
+            int c = v * layout->pp + stage;
+            struct range range = ranges[micro_batch * layout->chunks + c][backward];
+            for (int op = range.first; op < range.last; op++)
+                if (schedule->ops[op].lanes[0] == lane) order[count++] = op;
+        }
+    schedule_fix_order(schedule, lane, order, count);
+    free(order);
+}
+
+/* ---- the schedule ----------------------------------------------------------------------------------------
+ */
+
+static int send_on(struct schedule *schedule, const struct layout *layout, enum pass pass, int m, int from,
+                   int to, int after) {
+    if (from == to) return after;
+    int op = schedule_transfer(schedule, KIND_P2P, pass, -1, m, from, to, layout->p2p, layout->p2p_bytes);
+    schedule_after(schedule, after);
+    return op;
+}
+
+static void add_micro_batch(struct schedule *schedule, const struct layout *layout, int m,
+                            struct block *blocks, struct range (*ranges)[2]) {
+    int last_stage = layout->pp - 1, at = -1;
+    double hidden = layout->memory[0].layer_input;
+    for (int c = 0; c < layout->chunks; c++) {
+        const struct chunk *chunk = &layout->chunk[c];
+        struct range *range = &ranges[c][0];
+        if (c > 0)
+            at = send_on(schedule, layout, PASS_FORWARD, m, layout->chunk[c - 1].stage, chunk->stage, at);
+        range->first = schedule->op_count;
+        if (c == 0) at = schedule_compute(schedule, KIND_EMBED, PASS_FORWARD, -1, m, 0, layout->embed[0]);
+        for (int l = chunk->first_layer; l < chunk->first_layer + chunk->layers; l++) {
+            blocks[l] = (struct block){.plan = layout->plan,
+                                       .cost = &layout->cost[l],
+                                       .memory = &layout->memory[l],
+                                       .place = {chunk->stage, chunk->stage, chunk->stage},
+                                       .layer = l,
+                                       .micro_batch = m};
+            at = block_forward(schedule, &blocks[l], at);
+        }
+        range->last = schedule->op_count;
+    }
+    int arrived = at;
+    at = schedule_compute(schedule, KIND_HEAD, PASS_FORWARD, -1, m, last_stage, layout->head[0]);
+    schedule_after(schedule, arrived);
+    ranges[layout->chunks - 1][0].last = schedule->op_count;
+    int input = schedule_keep(schedule, last_stage, arrived, hidden);
+    int gradient = schedule_compute(schedule, KIND_HEAD, PASS_BACKWARD, -1, m, last_stage, layout->head[1]);
+    schedule_after(schedule, at);
+    schedule_release(schedule, input, gradient);
+    at = gradient;
+    for (int c = layout->chunks - 1; c >= 0; c--) {
+        const struct chunk *chunk = &layout->chunk[c];
+        ranges[c][1].first = c == layout->chunks - 1 ? gradient : schedule->op_count;
+        for (int l = chunk->first_layer + chunk->layers - 1; l >= chunk->first_layer; l--)
+            at = block_backward(schedule, &blocks[l], at);
+        if (c == 0) {
+            int before = at;
+            at = schedule_compute(schedule, KIND_EMBED, PASS_BACKWARD, -1, m, 0, layout->embed[1]);
+            schedule_after(schedule, before);
+        }
+        ranges[c][1].last = schedule->op_count;
+        if (c > 0)
+            at = send_on(schedule, layout, PASS_BACKWARD, m, chunk->stage, layout->chunk[c - 1].stage, at);
+    }
+}
+
+static void end_step(struct schedule *schedule, const struct layout *layout) {
+    for (int stage = 0; stage < layout->pp; stage++) {
+        struct shard shards[2];
+        int count = stage_shards(layout, stage, shards), lane = lane_of(stage, RESOURCE_COMPUTE);
+        struct lane *order = &schedule->lanes[lane];
+        int last = order->ops[order->count - 1], first_new = schedule->op_count;
+        plan_add_step_end(schedule, stage, plan_step_end(layout->plan, shards, count), &last, 1);
+        for (int op = first_new; op < schedule->op_count;
+             op++) /* the optimizer joins the compute lane's order */
+            if (schedule->ops[op].kind == KIND_OPTIMIZER) {
+                order->ops = must_realloc(order->ops, (size_t)(order->count + 1) * sizeof(int));
+                order->ops[order->count++] = op;
+            }
+    }
+}
+
+static struct schedule *build(const struct plan *plan) {
+    struct layout *layout = layout_new(plan);
+    const struct model *model = plan->point->model;
+    struct schedule *schedule = schedule_new(layout->pp, model->layers, plan->micro_batches);
+    for (int stage = 0; stage < layout->pp; stage++) {
+        struct shard shards[2];
+        int count = stage_shards(layout, stage, shards);
+        schedule_group(schedule, stage, layout->ep, plan_static_bytes(plan, shards, count), "stage %d",
+                       stage);
+    }
+    struct block *blocks = must_alloc((size_t)model->layers * sizeof *blocks);
+    struct range(*ranges)[2] =
+        must_alloc((size_t)plan->micro_batches * (size_t)layout->chunks * sizeof *ranges);
+    for (int m = 0; m < plan->micro_batches; m++)
+        add_micro_batch(schedule, layout, m, blocks, ranges + m * layout->chunks);
+    for (int stage = 0; stage < layout->pp; stage++) order_stage(schedule, layout, stage, ranges);
+    end_step(schedule, layout);
+    free(blocks);
+    free(ranges);
+    arena_free(layout->arena);
+    return schedule;
+}
+
+/* ---- planning --------------------------------------------------------------------------------------------
+ */
+
+static bool size(struct plan *plan, struct errors *errors) {
+    const struct point *point = plan->point;
+    const struct parallel *parallel = &plan->parallel;
+    int before = errors->count, gpus = cluster_gpus(point->cluster);
+    if (parallel->pp * parallel->vpp > point->model->layers)
+        errors_add(errors, NULL, "parallel.vpp",
+                   "found pp %d × vpp %d; at most the model's %d layers are allowed", parallel->pp,
+                   parallel->vpp, point->model->layers);
+    if (parallel->ep > point->model->moe.experts)
+        errors_add(errors, NULL, "parallel.ep", "found %d; at most the model's %d experts are allowed",
+                   parallel->ep, point->model->moe.experts);
+    if ((int64_t)parallel->pp * parallel->ep > gpus) {
+        errors_add(errors, NULL, "parallel", "found pp %d × ep %d; at most the cluster's %d GPUs are allowed",
+                   parallel->pp, parallel->ep, gpus);
+        return false;
+    }
+    plan_size(plan, parallel->pp * parallel->ep, parallel->ep);
+    if (parallel->vpp > 1 && parallel->pp > 1 && plan->micro_batches % parallel->pp != 0)
+        errors_add(errors, NULL, "parallel.vpp",
+                   "found %d with %d micro-batches; above 1 the micro-batches must be divisible by pp %d",
+                   parallel->vpp, plan->micro_batches, parallel->pp);
+    return errors->count == before;
+}
+
+/* Powers of two and, for stages, the divisors people use in practice; a degree that the point gives stays. */
+static int layouts(const struct point *point, struct parallel *found, int capacity) {
+    int count = 0, gpus = cluster_gpus(point->cluster);
+    const struct parallel *given = &point->parallel;
+    for (int ep = 1; ep <= gpus && ep <= point->model->moe.experts; ep *= 2)
+        for (int pp = 1; pp * ep <= gpus && pp <= point->model->layers; pp *= 2)
+            for (int vpp = 1; vpp * pp <= point->model->layers && vpp <= 16; vpp++) {
+                struct parallel one = {.pp = given->pp ? given->pp : pp,
+                                       .vpp = given->vpp ? given->vpp : vpp,
+                                       .ep = given->ep ? given->ep : ep};
+                bool again = (given->ep && ep > 1) || (given->pp && pp > 1) || (given->vpp && vpp > 1);
+                if (again || (one.pp == 1 && vpp > 1 && !given->vpp)) continue;
+                if (count < capacity) found[count] = one;
+                count++;
+            }
+    return count;
+}
+
+static struct bound bound(const struct plan *plan) {
+    struct layout *layout = layout_new(plan);
+    struct bound bound = {0};
+    double before = 0; /* forward and backward through the chunks ahead of a stage's first one */
+    for (int stage = 0; stage < layout->pp; stage++) {
+        double busy = 0, first = 0;
+        struct shard shards[2];
+        int count = stage_shards(layout, stage, shards), warm = warm_up(layout, stage),
+            total = plan->micro_batches * layout->vpp;
+        double bytes = plan_static_bytes(plan, shards, count);
+        for (int c = stage; c < layout->chunks; c += layout->pp) {
+            double seconds = 0, kept = 0;
+            for (int l = layout->chunk[c].first_layer;
+                 l < layout->chunk[c].first_layer + layout->chunk[c].layers; l++) {
+                const struct layer_memory *memory = &layout->memory[l];
+                seconds += block_seconds(layout, l, false) + block_seconds(layout, l, true);
+                kept += memory->layer_input + memory->attention + memory->ffn;
+                if (plan->memory.expert_input == INPUT_KEEP && plan->memory.recompute != RECOMPUTE_FULL &&
+                    model_layer_is_moe(plan->point->model, l))
+                    kept += memory->expert_input;
+            }
+            if (c == 0) seconds += layout->embed[0] + layout->embed[1];
+            if (c == layout->chunks - 1) seconds += layout->head[0] + layout->head[1];
+            if (c == stage) first = seconds;
+            busy += seconds;
+            for (int k = 0; k < total && k <= warm; k++) { /* what is in flight at the first backward */
+                int v, micro_batch;
+                unit(layout, k, false, &v, &micro_batch);
+                if (v * layout->pp + stage == c) bytes += kept;
+            }
+        }
+        struct step_end end = plan_step_end(plan, shards, count);
+        double seconds = before + busy * plan->micro_batches;
+        if (stage == 0) seconds += end.grad_sync + end.optimizer + end.param_gather;
+        bound.seconds = fmax(bound.seconds, seconds);
+        bound.bytes = fmax(bound.bytes, bytes);
+        before += first;
+    }
+    arena_free(layout->arena);
+    return bound;
+}
+
+const struct system megatron = {
+    .name = "megatron",
+    .title = "PP x EP x DP, interleaved 1F1B, all-to-alls not overlapped",
+    .paper = "Megatron-LM, arXiv 1909.08053 and 2104.04473",
+    .executors = EXECUTOR_SIMULATOR,
+    .zero_max = 1,
+    .layouts = layouts,
+    .size = size,
+    .bound = bound,
+    .build = build,
+};
