@@ -133,30 +133,26 @@ static void transfer_cost(const struct plan *plan, int layer, struct sides sides
     const struct model *model = plan->point->model;
     bool moe = model_layer_is_moe(model, layer);
     if (!moe && sides.attention_gpus == sides.ffn_gpus) return;
-    int count = sides.attention_count > sides.ffn_count ? sides.attention_count : sides.ffn_count;
-    double *even = must_alloc((size_t)count * sizeof *even),
-           *loads = must_alloc((size_t)count * sizeof *loads);
-    for (int i = 0; i < sides.attention_count; i++) even[i] = 1.0 / sides.attention_count;
-    for (int i = 0; i < sides.next_count; i++) next[i] = 1.0 / sides.next_count;
-    if (moe)
-        plan_expert_shares(plan, sides.ffn_count, loads);
-    else
-        for (int i = 0; i < sides.ffn_count; i++) loads[i] = 1.0 / sides.ffn_count;
-    double kept = 0; /* below 1 where a capacity factor drops copies */
-    for (int i = 0; i < sides.ffn_count; i++) kept += loads[i];
+    int all = sides.attention_count + sides.ffn_count + sides.next_count;
+    double *shares = must_alloc((size_t)all * sizeof *shares);
+    double *loads = shares + sides.attention_count, *next_shares = loads + sides.ffn_count, kept = 0;
+    for (int i = 0; i < sides.attention_count; i++) shares[i] = 1.0 / sides.attention_count;
+    for (int i = 0; i < sides.ffn_count; i++) loads[i] = 1.0 / sides.ffn_count;
+    for (int i = 0; i < sides.next_count; i++) next_shares[i] = 1.0 / sides.next_count;
+    if (moe) plan_expert_shares(plan, sides.ffn_count, loads);
+    for (int i = 0; i < sides.ffn_count; i++)
+        kept += loads[i]; /* below 1 where a capacity factor drops copies */
     for (int i = 0; i < sides.ffn_count; i++) loads[i] /= kept;
     double bytes = kept * sides.attention_count * tokens_per_gpu(plan) * model_copies(model, layer) *
                    model_hidden_bytes(model);
-    struct ports attention = {sides.attention_gpus, even, sides.attention_count};
+    struct ports attention = {sides.attention_gpus, shares, sides.attention_count};
     struct ports ffn = {sides.ffn_gpus, loads, sides.ffn_count};
-    struct ports after = {sides.next_gpus, next, sides.next_count};
+    struct ports next = {sides.next_gpus, next_shares, sides.next_count};
     cost->dispatch = cluster_exchange(plan->point->cluster, attention, ffn, bytes).seconds;
     cost->dispatch_bytes = bytes / sides.attention_count;
-    cost->combine = cluster_exchange(plan->point->cluster, ffn, after, bytes).seconds;
+    cost->combine = cluster_exchange(plan->point->cluster, ffn, next, bytes).seconds;
     cost->combine_bytes = bytes / sides.ffn_count;
-    free(even);
-    free(next);
-    free(loads);
+    free(shares);
 }
 
 struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sides sides) {
