@@ -128,8 +128,8 @@ struct sides {
     int attention_count;
     const int *ffn_gpus;
     int ffn_count;
-    const int
-        *next_attention_gpus; /* attention_count of them; the same as attention_gpus in a pipelined system */
+    const int *next_gpus; /* that take the combined output; attention_gpus again in a pipelined system */
+    int next_count;
 };
 
 /* Durations of one layer's operations for one micro-batch on its sides, and the bytes a GPU sends. */
