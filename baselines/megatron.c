@@ -422,6 +422,18 @@ static struct bound bound(const struct plan *plan) {
     return bound;
 }
 
+static int needs(const struct plan *plan, struct need *needs) {
+    struct layout *layout = layout_new(plan);
+    for (int stage = 0; stage < layout->pp; stage++) {
+        struct shard shards[2];
+        int count = stage_shards(layout, stage, shards);
+        needs[stage] =
+            (struct need){plan_static_bytes(plan, shards, count), plan_step_end(plan, shards, count)};
+    }
+    arena_free(layout->arena);
+    return plan->parallel.pp;
+}
+
 const struct system megatron = {
     .name = "megatron",
     .title = "PP x EP x DP, interleaved 1F1B, all-to-alls not overlapped",
@@ -431,5 +443,6 @@ const struct system megatron = {
     .layouts = layouts,
     .size = size,
     .bound = bound,
+    .needs = needs,
     .build = build,
 };

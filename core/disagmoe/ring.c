@@ -395,6 +395,20 @@ static struct bound bound(const struct plan *plan) {
     return bound;
 }
 
+static int needs(const struct plan *plan, struct need *needs) {
+    struct ring *ring = ring_new(plan);
+    for (int g = 0; g < ring->p; g++) {
+        struct shard shards[2];
+        int count = attention_shards(ring, g, shards);
+        needs[g] = (struct need){plan_static_bytes(plan, shards, count), plan_step_end(plan, shards, count)};
+        count = ffn_shards(ring, g, shards);
+        needs[ring->p + g] =
+            (struct need){plan_static_bytes(plan, shards, count), plan_step_end(plan, shards, count)};
+    }
+    arena_free(ring->arena);
+    return 2 * plan->parallel.groups;
+}
+
 const struct system disagmoe = {
     .name = "disagmoe",
     .title = "attention and experts on separate GPUs, AF-Pipe round a ring",
@@ -406,5 +420,6 @@ const struct system disagmoe = {
     .layouts = layouts,
     .size = size,
     .bound = bound,
+    .needs = needs,
     .build = build,
 };

@@ -222,6 +222,13 @@ struct bound {
     double bytes;   /* no GPU of the busiest group holds less: static bytes and what any order must keep */
 };
 
+#define MAX_GROUPS 4096
+/* What a group's GPU holds all step long, and what ends its step. */
+struct need {
+    double static_bytes;
+    struct step_end end;
+};
+
 struct system {
     const char *name;  /* "megatron" */
     const char *title; /* what it is, one line */
@@ -236,6 +243,8 @@ struct system {
      * manifest's keys. */
     bool (*size)(struct plan *plan, struct errors *errors);
     struct bound (*bound)(const struct plan *plan);
+    /* Of each group of the schedule, in its order; returns their number. needs has room for MAX_GROUPS. */
+    int (*needs)(const struct plan *plan, struct need *needs);
     struct schedule *(*build)(const struct plan *plan);
 };
 

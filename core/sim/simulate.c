@@ -1,0 +1,194 @@
+/*
+From a plan to its result: build, order, time, and read the figures off the timeline.
+
+The breakdown is of the busiest worker's compute lane. Each gap before an operation is split by what that
+operation waits for: while a transfer it depends on is in progress the gap is exposed communication, otherwise
+a bubble.
+*/
+#include "sim/sim.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+double usable_memory(const struct point *point) {
+    if (point->table) return INFINITY;
+    return point->cluster->gpu.memory_bytes - point->cluster->rates[RATE_MEMORY_RESERVE];
+}
+
+static bool is_transfer(const struct operation *op) {
+    return op->lane_count > 1;
+}
+
+struct span {
+    double start, end;
+};
+
+static int by_start(const void *a, const void *b) {
+    const struct span *x = a, *y = b;
+    return (x->start > y->start) - (x->start < y->start);
+}
+
+/* Length of the union of spans, clipped to from … to. */
+static double covered(struct span *spans, int count, double from, double to) {
+    if (count > 1) qsort(spans, (size_t)count, sizeof *spans, by_start);
+    double length = 0, reached = from;
+    for (int i = 0; i < count; i++) {
+        double start = fmax(spans[i].start, reached), end = fmin(spans[i].end, to);
+        if (end > start) length += end - start;
+        reached = fmax(reached, end);
+    }
+    return length;
+}
+
+/* Exposed part of the gap from … to in which `op` waits. */
+static double exposed(const struct schedule *schedule, const struct timeline *timeline, int op, double from,
+                      double to) {
+    const struct operation *waiting = &schedule->ops[op];
+    struct span few[16], *spans = few;
+    if (waiting->dep_count > (int)COUNT(few)) spans = must_alloc((size_t)waiting->dep_count * sizeof *spans);
+    int count = 0;
+    for (int i = 0; i < waiting->dep_count; i++) {
+        int dep = schedule->deps[waiting->first_dep + i];
+        if (is_transfer(&schedule->ops[dep]) && timeline->end[dep] > from)
+            spans[count++] = (struct span){timeline->start[dep], timeline->end[dep]};
+    }
+    double seconds = covered(spans, count, from, to);
+    if (spans != few) free(spans);
+    return seconds;
+}
+
+/* Behind the last operation a worker waits for its own parameters to be gathered, then for the others. */
+static double exposed_tail(const struct schedule *schedule, const struct timeline *timeline, int group,
+                           double from) {
+    const struct lane *lane = &schedule->lanes[lane_of(group, RESOURCE_SEND)];
+    if (!lane->count) return 0;
+    int last = lane->ops[lane->count - 1];
+    if (schedule->ops[last].kind != KIND_PARAM_GATHER) return 0;
+    return fmax(0, timeline->end[last] - fmax(from, timeline->start[last]));
+}
+
+static struct breakdown break_down(const struct schedule *schedule, const struct timeline *timeline,
+                                   int group) {
+    struct breakdown parts = {0};
+    const struct lane *lane = &schedule->lanes[lane_of(group, RESOURCE_COMPUTE)];
+    double now = 0;
+    for (int i = 0; i < lane->count; i++) {
+        int id = lane->ops[i];
+        double gap = timeline->start[id] - now, seconds = schedule->ops[id].duration;
+        if (gap > 0) {
+            double waiting = exposed(schedule, timeline, id, now, timeline->start[id]);
+            parts.exposed_comm += waiting;
+            parts.bubble += gap - waiting;
+        }
+        switch (schedule->ops[id].kind) {
+        case KIND_ATTENTION:
+            parts.attention += seconds;
+            break;
+        case KIND_FFN:
+            parts.ffn += seconds;
+            break;
+        case KIND_OPTIMIZER:
+            parts.optimizer += seconds;
+            break;
+        default:
+            parts.other_compute += seconds;
+        }
+        now = timeline->end[id];
+    }
+    double tail = timeline->makespan - now, waiting = exposed_tail(schedule, timeline, group, now);
+    parts.exposed_comm += waiting;
+    parts.bubble += tail - waiting;
+    return parts;
+}
+
+/* Time in which the group's send or receive lane is busy. */
+static double comm_total(const struct schedule *schedule, const struct timeline *timeline, int group) {
+    const struct lane *send = &schedule->lanes[lane_of(group, RESOURCE_SEND)];
+    const struct lane *receive = &schedule->lanes[lane_of(group, RESOURCE_RECV)];
+    struct span *spans = must_alloc((size_t)(send->count + receive->count + 1) * sizeof *spans);
+    int count = 0;
+    for (int i = 0; i < send->count; i++)
+        spans[count++] = (struct span){timeline->start[send->ops[i]], timeline->end[send->ops[i]]};
+    for (int i = 0; i < receive->count; i++)
+        spans[count++] = (struct span){timeline->start[receive->ops[i]], timeline->end[receive->ops[i]]};
+    double seconds = covered(spans, count, 0, timeline->makespan);
+    free(spans);
+    return seconds;
+}
+
+static int busiest_group(const struct schedule *schedule, const double *busy) {
+    int busiest = 0;
+    for (int g = 1; g < schedule->group_count; g++)
+        if (busy[lane_of(g, RESOURCE_COMPUTE)] > busy[lane_of(busiest, RESOURCE_COMPUTE)]) busiest = g;
+    return busiest;
+}
+
+static void read_compute(const struct schedule *schedule, struct result *result) {
+    for (int i = 0; i < schedule->op_count; i++) {
+        const struct operation *op = &schedule->ops[i];
+        if (is_transfer(op)) continue;
+        double gpu_seconds = op->duration * schedule->groups[op->lanes[0] / RESOURCE_COUNT].gpus;
+        result->compute_busy += gpu_seconds;
+        if (op->pass == PASS_RECOMPUTE) result->recompute_busy += gpu_seconds;
+        if (op->kind == KIND_OPTIMIZER) result->optimizer_busy += gpu_seconds;
+    }
+}
+
+static void read_figures(const struct schedule *schedule, const struct timeline *timeline,
+                         struct result *result) {
+    const struct point *point = result->plan.point;
+    double *busy = must_alloc((size_t)schedule->lane_count * sizeof *busy);
+    double *peaks = must_alloc((size_t)schedule->group_count * sizeof *peaks);
+    schedule_busy(schedule, busy);
+    schedule_memory_peaks(schedule, timeline, peaks);
+    int group = busiest_group(schedule, busy);
+    double tokens = result->plan.sequences * point->seq_len;
+    result->step_time = timeline->makespan;
+    result->tokens_per_s = tokens / timeline->makespan;
+    result->mfu = result->plan.sequences * model_step_flops(point->model, point->seq_len) /
+                  (point->cluster->gpu.peak_flops * cluster_gpus(point->cluster) * timeline->makespan);
+    result->breakdown = break_down(schedule, timeline, group);
+    result->comm_total = comm_total(schedule, timeline, group);
+    result->busiest_compute = busy[lane_of(group, RESOURCE_COMPUTE)];
+    result->efficiency = result->busiest_compute / timeline->makespan;
+    for (int g = 0; g < schedule->group_count; g++) result->peak_memory = fmax(result->peak_memory, peaks[g]);
+    result->oom = result->peak_memory > usable_memory(point);
+    result->ops = schedule->op_count;
+    read_compute(schedule, result);
+    free(busy);
+    free(peaks);
+}
+
+void simulate_plan(const struct system *system, const struct plan *plan, struct result *result,
+                   struct schedule **keep_schedule, struct timeline *keep_timeline) {
+    *result =
+        (struct result){.system = system, .plan = *plan, .feasible = true, .speedup = NAN, .executor = "sim"};
+    struct schedule *schedule = system->build(plan);
+    struct timeline timeline = {0};
+    if (!schedule_arrange(schedule,
+                          &timeline)) { /* a generator's own order dead-locks: a defect of the suite */
+        struct errors errors = {0};
+        schedule_validate(schedule, &errors);
+        errors_print(&errors, stderr);
+        abort();
+    }
+    read_figures(schedule, &timeline, result);
+    if (keep_schedule)
+        *keep_schedule = schedule;
+    else
+        schedule_free(schedule);
+    if (keep_timeline)
+        *keep_timeline = timeline;
+    else
+        timeline_free(&timeline);
+}
+
+void fill_speedups(struct result *results, int count) {
+    const struct result *base = NULL;
+    for (int i = 0; i < count; i++)
+        if (results[i].feasible && !results[i].oom && strcmp(results[i].system->name, "megatron") == 0)
+            base = &results[i];
+    for (int i = 0; i < count; i++)
+        results[i].speedup = base && results[i].feasible ? results[i].tokens_per_s / base->tokens_per_s : NAN;
+}

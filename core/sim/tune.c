@@ -1,0 +1,255 @@
+/*
+The tuner: makes a point's open choices for one system, maximising tokens/s of the whole cluster at the given
+batch under the memory limit.
+
+1. Every candidate (layout, placement, recompute, expert input) gets the system's lower bounds of step time
+and memory; what cannot fit even with the leanest state (BF16 gradients and moments, ZeRO, offload) is
+dropped.
+2. In the order of their time bound, candidates are simulated, each with every order of its policy, until the
+next bound is not below the best step.
+3. State levers (gradients, moments, ZeRO, offload) hardly touch the order of the pipeline: for each simulated
+order the one is taken that fits beside the activations and ends the step soonest; of equals the least
+intrusive. The candidate is then simulated with it, so that the reported figures are of the reported plan.
+Nothing depends on clocks or threads: the same point gives the same choice everywhere.
+*/
+#include "sim/sim.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_LAYOUTS 4096
+#define MAX_ORDERS 64
+#define MAX_STATES 64
+
+struct candidate {
+    struct plan plan;
+    struct bound bound;
+};
+
+struct tuner {
+    const struct system *system;
+    const struct point *point;
+    double usable;
+    struct memory states[MAX_STATES]; /* gradients, moments, ZeRO, offload: the least intrusive first */
+    int state_count;
+    struct candidate *candidates;
+    int candidate_count;
+    struct plan best_plan;
+    double best; /* seconds for the sequences of a step, so per sequence */
+    bool found;
+};
+
+/* ---- the space -------------------------------------------------------------------------------------------
+ */
+
+static void list_states(struct tuner *tuner) {
+    struct memory given = tuner->point->memory;
+    if (!tuner->point->auto_memory) {
+        tuner->states[tuner->state_count++] = given;
+        return;
+    }
+    for (int offload = 0; offload < 2; offload++)
+        for (int moments = 0; moments < 2; moments++)
+            for (int grads = 0; grads < 2; grads++)
+                for (int zero = 0; zero <= tuner->system->zero_max; zero++)
+                    tuner->states[tuner->state_count++] =
+                        (struct memory){.grads = grads, .moments = moments, .zero = zero, .offload = offload};
+}
+
+static struct memory with_state(struct memory levers, struct memory state) {
+    state.recompute = levers.recompute;
+    state.expert_input = levers.expert_input;
+    return state;
+}
+
+static double per_sequence(const struct plan *plan, double seconds) {
+    return seconds / plan->sequences;
+}
+
+static void add_candidate(struct tuner *tuner, struct plan plan) {
+    struct errors ignored = {0};
+    bool possible = tuner->system->size(&plan, &ignored);
+    errors_free(&ignored);
+    if (!possible) return;
+    struct plan leanest = plan;
+    leanest.memory = with_state(plan.memory, tuner->states[tuner->state_count - 1]);
+    struct bound bound = tuner->system->bound(&leanest);
+    if (bound.bytes > tuner->usable && tuner->point->auto_memory) return;
+    bound.seconds = per_sequence(&plan, bound.seconds);
+    tuner->candidates =
+        must_realloc(tuner->candidates, (size_t)(tuner->candidate_count + 1) * sizeof *tuner->candidates);
+    tuner->candidates[tuner->candidate_count++] = (struct candidate){plan, bound};
+}
+
+static void list_candidates(struct tuner *tuner, const struct parallel *layouts, int layout_count) {
+    const struct point *point = tuner->point;
+    bool memory = point->auto_memory, placement = point->auto_placement && tuner->system->uses_placement;
+    for (int i = 0; i < layout_count; i++)
+        for (int place = 0; place < (placement ? 2 : 1); place++)
+            for (int recompute = 0; recompute < (memory ? 3 : 1); recompute++)
+                for (int input = 0; input < (memory && recompute != RECOMPUTE_FULL ? 2 : 1); input++) {
+                    struct plan plan = {.point = point, .parallel = layouts[i], .order = point->order};
+                    plan.memory = memory ? (struct memory){.recompute = recompute, .expert_input = input}
+                                         : point->memory;
+                    plan.placement = placement ? place : point->placement;
+                    add_candidate(tuner, plan);
+                }
+}
+
+static int by_bound(const void *a, const void *b) {
+    const struct candidate *x = a, *y = b;
+    if (x->bound.seconds != y->bound.seconds) return x->bound.seconds < y->bound.seconds ? -1 : 1;
+    return memcmp(&x->plan.parallel, &y->plan.parallel, sizeof x->plan.parallel);
+}
+
+/* Orders worth trying: waves round the ring, as many under way as the batch has and memory may allow. */
+static int list_orders(const struct tuner *tuner, const struct plan *plan, struct order *orders) {
+    static const struct order policies[] = {
+        {64, 1, PREFER_WAVE}, {32, 2, PREFER_WAVE}, {48, 1, PREFER_WAVE},
+        {32, 1, PREFER_WAVE}, {24, 1, PREFER_WAVE}, {16, 1, PREFER_WAVE},
+        {12, 1, PREFER_WAVE}, {8, 1, PREFER_WAVE},  {4, 1, PREFER_WAVE},
+    };
+    if (!tuner->system->searches_order || !tuner->point->auto_order) {
+        orders[0] = tuner->point->order;
+        if (!orders[0].wave) orders[0] = (struct order){1, 1, PREFER_WAVE};
+        return 1;
+    }
+    int count = 0;
+    for (size_t i = 0; i < COUNT(policies); i++) {
+        if (policies[i].wave * policies[i].waves_in_flight > 2 * plan->micro_batches && count) continue;
+        orders[count++] = policies[i];
+    }
+    return count;
+}
+
+/* ---- trying ----------------------------------------------------------------------------------------------
+ */
+
+/* The state that fits beside each group's activations and ends the step soonest; false when none fits. */
+static bool choose_state(const struct tuner *tuner, const struct plan *plan, const double *activations,
+                         struct memory *chosen) {
+    struct need *needs = must_alloc(MAX_GROUPS * sizeof *needs);
+    double soonest = INFINITY;
+    for (int i = 0; i < tuner->state_count; i++) {
+        struct plan tried = *plan;
+        tried.memory = with_state(plan->memory, tuner->states[i]);
+        int groups = tuner->system->needs(&tried, needs);
+        double bytes = 0, seconds = 0;
+        for (int g = 0; g < groups; g++) {
+            bytes = fmax(bytes, needs[g].static_bytes + activations[g]);
+            seconds =
+                fmax(seconds, needs[g].end.grad_sync + needs[g].end.optimizer + needs[g].end.param_gather);
+        }
+        /* A given memory runs as given, whether it fits or not. */
+        if (tuner->point->auto_memory && bytes > tuner->usable) continue;
+        if (seconds < soonest) {
+            soonest = seconds;
+            *chosen = tried.memory;
+        }
+    }
+    free(needs);
+    return soonest < INFINITY;
+}
+
+/* Peak activations of each group, static bytes left out. */
+static double *activation_peaks(const struct schedule *schedule, const struct timeline *timeline) {
+    double *peaks = must_alloc((size_t)schedule->group_count * sizeof *peaks);
+    schedule_memory_peaks(schedule, timeline, peaks);
+    for (int g = 0; g < schedule->group_count; g++) peaks[g] -= schedule->groups[g].static_bytes;
+    return peaks;
+}
+
+static void try_order(struct tuner *tuner, struct plan plan) {
+    struct schedule *schedule;
+    struct timeline timeline = {0};
+    struct result result;
+    plan.memory = with_state(plan.memory, tuner->states[0]);
+    simulate_plan(tuner->system, &plan, &result, &schedule, &timeline);
+    double *activations = activation_peaks(schedule, &timeline);
+    struct memory chosen;
+    bool fits = choose_state(tuner, &plan, activations, &chosen);
+    free(activations);
+    timeline_free(&timeline);
+    schedule_free(schedule);
+    if (!fits) return;
+    if (memcmp(&chosen, &plan.memory, sizeof chosen) != 0) {
+        plan.memory = chosen;
+        simulate_plan(tuner->system, &plan, &result, NULL, NULL);
+        if (result.oom && tuner->point->auto_memory) return;
+    }
+    double seconds = per_sequence(&plan, result.step_time);
+    if (tuner->found && seconds >= tuner->best) return;
+    tuner->found = true;
+    tuner->best = seconds;
+    tuner->best_plan = plan;
+}
+
+/* Only where a choice is open is anything simulated. */
+static bool is_open(const struct tuner *tuner, int orders) {
+    return tuner->candidate_count > 1 || tuner->state_count > 1 || orders > 1;
+}
+
+static void search(struct tuner *tuner) {
+    struct order orders[MAX_ORDERS];
+    for (int i = 0; i < tuner->candidate_count; i++) {
+        struct plan plan = tuner->candidates[i].plan;
+        if (tuner->found && tuner->candidates[i].bound.seconds >= tuner->best) break;
+        int order_count = list_orders(tuner, &plan, orders);
+        if (!is_open(tuner, order_count)) {
+            plan.order = orders[0];
+            tuner->best_plan = plan;
+            tuner->found = true;
+            return;
+        }
+        for (int k = 0; k < order_count; k++) {
+            plan.order = orders[k];
+            try_order(tuner, plan);
+        }
+    }
+}
+
+/* ---- the point -------------------------------------------------------------------------------------------
+ */
+
+/* A layout that the point gives whole is reported when it is impossible; a searched one is passed over. */
+static bool report_impossible(const struct tuner *tuner, const struct parallel *layouts, int count,
+                              struct errors *errors) {
+    int before = errors->count;
+    if (count == 1) {
+        struct plan plan = {.point = tuner->point,
+                            .parallel = layouts[0],
+                            .memory = tuner->point->memory,
+                            .placement = tuner->point->placement,
+                            .order = tuner->point->order};
+        tuner->system->size(&plan, errors);
+    } else if (count == 0) {
+        errors_add(errors, NULL, "parallel",
+                   "no layout of %s fits the cluster's %d GPUs and the model's %d layers",
+                   tuner->system->name, cluster_gpus(tuner->point->cluster), tuner->point->model->layers);
+    }
+    if (tuner->point->memory.zero > tuner->system->zero_max)
+        errors_add(errors, NULL, "memory.zero", "found %d; %s allows at most %d", tuner->point->memory.zero,
+                   tuner->system->name, tuner->system->zero_max);
+    return errors->count > before;
+}
+
+bool tune_point(const struct system *system, const struct point *point, struct plan *plan, bool *feasible,
+                struct errors *errors) {
+    struct tuner tuner = {.system = system, .point = point, .usable = usable_memory(point)};
+    struct parallel *layouts = must_alloc(MAX_LAYOUTS * sizeof *layouts);
+    int layout_count = system->layouts(point, layouts, MAX_LAYOUTS);
+    if (layout_count > MAX_LAYOUTS) layout_count = MAX_LAYOUTS;
+    bool possible = !report_impossible(&tuner, layouts, layout_count, errors);
+    if (possible) {
+        list_states(&tuner);
+        list_candidates(&tuner, layouts, layout_count);
+        qsort(tuner.candidates, (size_t)tuner.candidate_count, sizeof *tuner.candidates, by_bound);
+        search(&tuner);
+        *feasible = tuner.found;
+        *plan = tuner.found ? tuner.best_plan : (struct plan){.point = point};
+    }
+    free(tuner.candidates);
+    free(layouts);
+    return possible;
+}
