@@ -1,0 +1,54 @@
+/* disagmoe check: everything that is wrong with a manifest, and for each point whether its plans validate and
+ * fit. */
+#include "cli/cli.h"
+
+static void check_plan(const struct system *system, const struct point *point, struct errors *errors) {
+    struct plan plan;
+    bool feasible;
+    if (!tune_point(system, point, &plan, &feasible, errors)) return;
+    const char *at = *point->label ? point->label : point->name;
+    if (!feasible) {
+        printf("%s: %s: nothing fits the GPUs' memory\n", at, system->name);
+        return;
+    }
+    struct result result;
+    struct schedule *schedule;
+    simulate_plan(system, &plan, &result, &schedule, NULL);
+    schedule_validate(schedule, errors);
+    printf("%s: %s: %lld operations, valid; peak memory %.1f GB of %.1f GB%s\n", at, system->name,
+           (long long)result.ops, result.peak_memory / 1e9, point->cluster->gpu.memory_bytes / 1e9,
+           result.oom ? ", does not fit" : "");
+    schedule_free(schedule);
+}
+
+static int run(int argc, char **argv) {
+    struct options options = {0};
+    bool helped;
+    const struct option_rule rules[] = {{"--system", &options.system, NULL, NULL}};
+    if (!parse_options(&verb_check, argc, argv, rules, COUNT(rules), &options, &options.manifest, &helped))
+        return STATUS_USAGE;
+    if (helped) return STATUS_DONE;
+    if (!options.manifest) {
+        fprintf(stderr, "disagmoe: check: a manifest is needed; see 'disagmoe check --help'\n");
+        return STATUS_USAGE;
+    }
+    struct errors errors = {0};
+    struct experiment experiment;
+    if (load_experiment(&options, &experiment, &errors))
+        for (int i = 0; i < experiment.point_count; i++)
+            for (int k = 0; k < experiment.points[i].system_count; k++)
+                check_plan(system_named(experiment.points[i].systems[k]), &experiment.points[i], &errors);
+    int status = errors.count ? STATUS_USAGE : STATUS_DONE;
+    errors_print(&errors, stderr);
+    errors_free(&errors);
+    experiment_free(&experiment);
+    return status;
+}
+
+const struct verb verb_check = {
+    .name = "check",
+    .usage = "MANIFEST [--system NAME] [--set path=value]...",
+    .summary = "validate a manifest, its schedules and their memory",
+    .help = "  --system NAME      only this system\n  --set path=value   change the manifest\n",
+    .run = run,
+};

@@ -1,0 +1,76 @@
+/*
+The command line: one file a verb, each filling a struct verb; what they share stands in options.c and
+table.c. Exit status: 0 done, 1 the run failed, 2 bad usage or bad manifest.
+*/
+#ifndef CLI_H
+#define CLI_H
+
+#include "baselines/baselines.h"
+#include "sim/sim.h"
+
+enum exit_status { STATUS_DONE = 0, STATUS_FAILED = 1, STATUS_USAGE = 2 };
+
+struct verb {
+    const char *name;
+    const char *usage;                 /* behind "disagmoe NAME " */
+    const char *summary;               /* one line */
+    const char *help;                  /* options, one a line; "" for none */
+    int (*run)(int argc, char **argv); /* without the verb itself */
+};
+
+extern const struct verb verb_sim, verb_schedule, verb_check, verb_import, verb_systems, verb_bench;
+
+/* ---- options ---------------------------------------------------------------------------------------------
+ */
+
+#define MAX_OVERRIDES 64
+
+/* What the verbs that read a manifest have in common. */
+struct options {
+    const char *manifest;
+    const char *system; /* only this one; NULL: all that the manifest names */
+    struct override overrides[MAX_OVERRIDES];
+    int override_count;
+    int jobs; /* threads; default: the number of processors */
+    bool json, explain, quiet;
+    const char *csv, *trace, *output;
+};
+
+/* A parser's table: an option and where its value goes. One of text, number, flag is set. */
+struct option_rule {
+    const char *name; /* "--csv" */
+    const char **text;
+    int *number;
+    bool *flag;
+};
+/* Parses --name VALUE and --name=VALUE, --set path=value (into overrides) and one positional argument (into
+   *positional, which may be NULL: none allowed). --help prints the verb's help and sets *helped. False: bad
+   usage, already reported on stderr. */
+bool parse_options(const struct verb *verb, int argc, char **argv, const struct option_rule *rules,
+                   int rule_count, struct options *options, const char **positional, bool *helped);
+
+/* Reads the manifest and checks that its systems, or the one asked for, are registered. */
+bool load_experiment(const struct options *options, struct experiment *experiment, struct errors *errors);
+
+/* Set by Ctrl-C: what is finished is kept, nothing new begins. */
+extern volatile int interrupted;
+void catch_interrupt(void);
+
+/* ---- tables ----------------------------------------------------------------------------------------------
+ */
+
+/* "4K" for 4096, else digits. */
+const char *sequence_text(int seq_len, char *buffer, size_t size);
+/* Three significant digits with a unit prefix: "812 G". */
+const char *scaled_text(double value, char *buffer, size_t size);
+
+/* The records as a table, and where megatron stands beside another system the speedups next to the paper's
+   figures, which are read from `published` (NULL: none). Rows of one point follow each other. */
+void print_report(const struct experiment *experiment, const struct result *results, int count,
+                  const char *published, FILE *stream);
+/* The factors of each record's step time and of its speedup. */
+void print_explanation(const struct result *results, int count, FILE *stream);
+/* All-to-all share of forward time by nodes under the cost model, beside the paper's section-3 trend. */
+void print_trend(const struct experiment *experiment, const char *published, FILE *stream);
+
+#endif

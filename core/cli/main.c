@@ -1,0 +1,41 @@
+/* disagmoe: one binary, a verb for each thing it does. */
+#include "cli/cli.h"
+
+#include <string.h>
+
+static const struct verb *const verbs[] = {&verb_sim,    &verb_schedule, &verb_check,
+                                           &verb_import, &verb_systems,  &verb_bench};
+
+static void print_usage(FILE *stream) {
+    fprintf(stream, "usage: disagmoe VERB [OPTIONS]\n\nMoE training systems as schedules: DisagMoE and what "
+                    "it is compared with.\n\n");
+    for (size_t i = 0; i < COUNT(verbs); i++)
+        fprintf(stream, "  %-10s %s\n", verbs[i]->name, verbs[i]->summary);
+    fprintf(stream, "\n'disagmoe VERB --help' says more. Version %s.\n", VERSION);
+}
+
+int main(int argc, char **argv) {
+    if (argc < 2) {
+        print_usage(stderr);
+        return STATUS_USAGE;
+    }
+    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "help") == 0) {
+        print_usage(stdout);
+        return STATUS_DONE;
+    }
+    if (strcmp(argv[1], "--version") == 0) {
+        printf("disagmoe %s\n", VERSION);
+        return STATUS_DONE;
+    }
+    for (size_t i = 0; i < COUNT(verbs); i++)
+        if (strcmp(argv[1], verbs[i]->name) == 0) {
+            int status = verbs[i]->run(argc - 2, argv + 2);
+            if (fflush(stdout) || ferror(stdout)) {
+                fprintf(stderr, "disagmoe: standard output: it could not be written\n");
+                return status ? status : STATUS_FAILED;
+            }
+            return status;
+        }
+    fprintf(stderr, "disagmoe: unknown verb '%s'; see 'disagmoe --help'\n", argv[1]);
+    return STATUS_USAGE;
+}
