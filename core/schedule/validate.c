@@ -1,7 +1,7 @@
 /*
 The validator: all that a schedule must hold before anything may run it, whoever made it. It trusts nothing:
-first the numbers (every index in range), then the orders (each operation on its lanes once), then the
-coverage of the model, then cycles, and last the lives of activations, which need an acyclic schedule.
+first the numbers (every index in range), then cycles and whether each operation is on its lanes once, then
+the lives of activations, which need whole and acyclic orders, and last the coverage of the model.
 
 "X before Y" is meant in every execution, whatever the durations: there is a path from X to Y over
 dependencies and lane orders. It is answered from vector clocks: of each operation, how many operations of
