@@ -5,8 +5,8 @@ What every part of the suite stands on: memory, errors, JSON, random numbers, pa
   with a message: no caller could go on.
 - Errors are collected, not returned one by one: a reader goes on after a wrong key, so that the user sees all
   that is wrong at once. An error names file, path of the key, what was found and what is allowed.
-- JSON is read through tables of fields (struct json_field): an unknown key, a wrong type, a value out of range
-  and a missing key are found by the table, never by the caller.
+- JSON is read through tables of fields (struct json_field): an unknown key, a wrong type, a value out of
+range and a missing key are found by the table, never by the caller.
 - Nothing here depends on time, locale or number of threads.
 */
 #ifndef BASE_H
@@ -50,7 +50,8 @@ void errors_free(struct errors *errors);
 
 /* ---- reading JSON ------------------------------------------------------------------------------------ */
 
-/* A value inside a document, with what an error message needs to name it. node is NULL where a key is absent. */
+/* A value inside a document, with what an error message needs to name it. node is NULL where a key is absent.
+ */
 struct json {
     cJSON *node;
     const char *file; /* as the user gave it */
@@ -59,8 +60,8 @@ struct json {
     struct errors *errors;
 };
 
-/* Reads a whole file of at most 8 MiB. A missing, unreadable, oversized, cut-off or binary file, text after the
-   document and a key given twice are errors, with line and column where there is one; then node is NULL.
+/* Reads a whole file of at most 8 MiB. A missing, unreadable, oversized, cut-off or binary file, text after
+   the document and a key given twice are errors, with line and column where there is one; then node is NULL.
    The tree belongs to the caller (cJSON_Delete). */
 struct json json_read_file(const char *file, struct arena *arena, struct errors *errors);
 struct json json_read_text(const char *text, size_t length, const char *file, struct arena *arena,
@@ -72,16 +73,16 @@ struct json json_element(struct json array, const cJSON *element, int index);
 void json_error(struct json value, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 enum json_type {
-    JSON_INT,     /* int; whole number */
-    JSON_REAL,    /* double; finite */
-    JSON_BOOL,    /* bool */
-    JSON_TEXT,    /* const char *, in the arena */
-    JSON_CHOICE,  /* int: the index of the word in choices, e.g. "none|selective|full" */
-    JSON_VALUE,   /* struct json: any value, read by the caller; left untouched when absent */
+    JSON_INT,    /* int; whole number */
+    JSON_REAL,   /* double; finite */
+    JSON_BOOL,   /* bool */
+    JSON_TEXT,   /* const char *, in the arena */
+    JSON_CHOICE, /* int: the index of the word in choices, e.g. "none|selective|full" */
+    JSON_VALUE,  /* struct json: any value, read by the caller; left untouched when absent */
 };
 
-/* One key of an object and the member of a C structure that takes it. An absent key leaves the member as it is
-   (its default) unless it is required. min and max bound numbers, inclusively; both 0: unbounded. */
+/* One key of an object and the member of a C structure that takes it. An absent key leaves the member as it
+   is (its default) unless it is required. min and max bound numbers, inclusively; both 0: unbounded. */
 struct json_field {
     const char *key;
     enum json_type type;
@@ -91,12 +92,13 @@ struct json_field {
     const char *choices;
 };
 
-/* Reads every field and reports every key that is not in the table (with the nearest allowed key when there is a
-   near one). False when anything was wrong. object.node must not be NULL; anything but an object is an error. */
+/* Reads every field and reports every key that is not in the table (with the nearest allowed key when there
+   is a near one). False when anything was wrong. object.node must not be NULL; anything but an object is an
+   error. */
 bool json_read_fields(struct json object, const struct json_field *fields, size_t count, void *out);
 
-/* Sets the value at a dotted path below root ("model.layers"), creating the last key when absent. False when a
-   part before the last is no object. Takes ownership of value when true. */
+/* Sets the value at a dotted path below root ("model.layers"), creating the last key when absent. False when
+   a part before the last is no object. Takes ownership of value when true. */
 bool json_set_path(cJSON *root, const char *path, cJSON *value);
 /* The value at a dotted path, or NULL. */
 cJSON *json_get_path(cJSON *root, const char *path);
@@ -115,8 +117,8 @@ const char *number_text(double value, char *buffer);
 
 /* ---- files ------------------------------------------------------------------------------------------- */
 
-/* Writes through a temporary file beside it, fsync and rename, so that a reader sees the old or the new content,
-   never a part. A failure is added to errors with the reason (full disk, no permission). */
+/* Writes through a temporary file beside it, fsync and rename, so that a reader sees the old or the new
+   content, never a part. A failure is added to errors with the reason (full disk, no permission). */
 bool file_write_atomic(const char *file, const void *data, size_t bytes, struct errors *errors);
 /* base "experiments/a.json", file "models/b.json" -> "experiments/models/b.json"; an absolute file stays. */
 const char *path_beside(struct arena *arena, const char *base, const char *file);
@@ -137,14 +139,14 @@ struct rng {
 };
 struct rng rng_seed(uint64_t seed);
 uint64_t rng_next(struct rng *rng);
-double rng_uniform(struct rng *rng);                /* [0, 1) */
-int rng_below(struct rng *rng, int bound);          /* 0 … bound − 1, unbiased; bound ≥ 1 */
-double rng_normal(struct rng *rng);                 /* mean 0, deviation 1 (Box–Muller) */
+double rng_uniform(struct rng *rng);       /* [0, 1) */
+int rng_below(struct rng *rng, int bound); /* 0 … bound − 1, unbiased; bound ≥ 1 */
+double rng_normal(struct rng *rng);        /* mean 0, deviation 1 (Box–Muller) */
 
 /* ---- parallel loop, progress, time --------------------------------------------------------------------- */
 
-/* Calls task(context, i) for i = 0 … count − 1 on jobs threads; each i once, in any order. jobs ≤ 1: in order on
-   the calling thread. Stops handing out new i when *stop becomes non-zero (may be NULL). */
+/* Calls task(context, i) for i = 0 … count − 1 on jobs threads; each i once, in any order. jobs ≤ 1: in order
+   on the calling thread. Stops handing out new i when *stop becomes non-zero (may be NULL). */
 void parallel_for(int count, int jobs, void (*task)(void *context, int i), void *context,
                   const volatile int *stop);
 int processor_count(void);

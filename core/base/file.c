@@ -1,0 +1,121 @@
+/*
+Files: writing one whole or not at all, paths beside another, folders.
+
+The temporary file stands beside its target, because only within one file system is a rename atomic. A target
+that exists and is no regular file (/dev/stdout, a pipe) is written in place: to replace it would be wrong.
+*/
+#include "base/base.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static bool write_all(int descriptor, const char *data, size_t bytes) {
+    while (bytes > 0) {
+        ssize_t written = write(descriptor, data, bytes);
+        if (written < 0 && errno == EINTR) continue;
+        if (written < 0) return false;
+        data += written;
+        bytes -= (size_t)written;
+    }
+    return true;
+}
+
+/* Pipes and terminals know no fsync: EINVAL and EROFS say so and are no failure. */
+static bool write_and_close(int descriptor, const void *data, size_t bytes) {
+    bool done = write_all(descriptor, data, bytes) &&
+                (fsync(descriptor) == 0 || errno == EINVAL || errno == EROFS);
+    int reason = errno;
+    if (close(descriptor) != 0 && done) return false;
+    errno = reason;
+    return done;
+}
+
+/* Makes the rename itself last; a file system that cannot is none we could do more about. */
+static void sync_folder_of(const char *file) {
+    const char *slash = strrchr(file, '/');
+    char *folder = must_alloc(strlen(file) + 2);
+    memcpy(folder, slash ? file : ".", slash ? (size_t)(slash - file) + 1 : 1);
+    int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor >= 0) {
+        fsync(descriptor);
+        close(descriptor);
+    }
+    free(folder);
+}
+
+/* A new file beside the target, its name left in temporary (room for 48 bytes beyond the target's). */
+static int open_temporary(const char *target, char *temporary, size_t room) {
+    int descriptor = -1;
+    for (int i = 0; i < 1000; i++) {
+        snprintf(temporary, room, "%s.%ld-%d.tmp", target, (long)getpid(), i);
+        descriptor = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (descriptor >= 0 || errno != EEXIST) break;
+    }
+    return descriptor;
+}
+
+static bool write_beside(const char *target, const void *data, size_t bytes) {
+    size_t room = strlen(target) + 48;
+    char *temporary = must_alloc(room);
+    int descriptor = open_temporary(target, temporary, room), reason = 0;
+    bool done = descriptor >= 0;
+    if (done) {
+        done = write_and_close(descriptor, data, bytes) && rename(temporary, target) == 0;
+        reason = errno;
+        if (done)
+            sync_folder_of(target);
+        else
+            unlink(temporary);
+        errno = reason;
+    }
+    reason = errno;
+    free(temporary);
+    errno = reason;
+    return done;
+}
+
+bool file_write_atomic(const char *file, const void *data, size_t bytes, struct errors *errors) {
+    struct stat status;
+    bool done = false;
+    if (stat(file, &status) == 0 && S_ISDIR(status.st_mode)) {
+        errno = EISDIR;
+    } else if (stat(file, &status) == 0 && !S_ISREG(status.st_mode)) {
+        int descriptor = open(file, O_WRONLY | O_CLOEXEC);
+        done = descriptor >= 0 && write_and_close(descriptor, data, bytes);
+    } else {
+        char *resolved = realpath(file, NULL); /* so that a link goes on pointing to the file */
+        done = write_beside(resolved ? resolved : file, data, bytes);
+        int reason = errno;
+        free(resolved);
+        errno = reason;
+    }
+    if (!done) errors_add(errors, file, NULL, "cannot be written: %s", strerror(errno));
+    return done;
+}
+
+const char *path_beside(struct arena *arena, const char *base, const char *file) {
+    const char *slash = base ? strrchr(base, '/') : NULL;
+    if (file[0] == '/' || !slash) return arena_strdup(arena, file);
+    return arena_printf(arena, "%.*s/%s", (int)(slash - base), base, file);
+}
+
+bool make_folder_of(const char *file, struct errors *errors) {
+    char *folder = strcpy(must_alloc(strlen(file) + 1), file);
+    bool done = true;
+    for (char *slash = strchr(folder + (folder[0] == '/'), '/'); slash && done; slash = strchr(slash + 1, '/')) {
+        *slash = 0;
+        struct stat status;
+        if (mkdir(folder, 0777) != 0 && !(stat(folder, &status) == 0 && S_ISDIR(status.st_mode))) {
+            errors_add(errors, folder, NULL, "the folder cannot be made: %s", strerror(errno));
+            done = false;
+        }
+        *slash = '/';
+    }
+    free(folder);
+    return done;
+}
