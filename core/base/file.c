@@ -27,8 +27,8 @@ static bool write_all(int descriptor, const char *data, size_t bytes) {
 
 /* Pipes and terminals know no fsync: EINVAL and EROFS say so and are no failure. */
 static bool write_and_close(int descriptor, const void *data, size_t bytes) {
-    bool done = write_all(descriptor, data, bytes) &&
-                (fsync(descriptor) == 0 || errno == EINVAL || errno == EROFS);
+    bool done =
+        write_all(descriptor, data, bytes) && (fsync(descriptor) == 0 || errno == EINVAL || errno == EROFS);
     int reason = errno;
     if (close(descriptor) != 0 && done) return false;
     errno = reason;
@@ -107,13 +107,13 @@ const char *path_beside(struct arena *arena, const char *base, const char *file)
 bool make_folder_of(const char *file, struct errors *errors) {
     char *folder = strcpy(must_alloc(strlen(file) + 1), file);
     bool done = true;
-    for (char *slash = strchr(folder + (folder[0] == '/'), '/'); slash && done; slash = strchr(slash + 1, '/')) {
+    for (char *slash = strchr(folder + (folder[0] == '/'), '/'); slash && done;
+         slash = strchr(slash + 1, '/')) {
         *slash = 0;
+        int reason = mkdir(folder, 0777) == 0 ? 0 : errno;
         struct stat status;
-        if (mkdir(folder, 0777) != 0 && !(stat(folder, &status) == 0 && S_ISDIR(status.st_mode))) {
-            errors_add(errors, folder, NULL, "the folder cannot be made: %s", strerror(errno));
-            done = false;
-        }
+        done = reason == 0 || (stat(folder, &status) == 0 && S_ISDIR(status.st_mode));
+        if (!done) errors_add(errors, folder, NULL, "the folder cannot be made: %s", strerror(reason));
         *slash = '/';
     }
     free(folder);
