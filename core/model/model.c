@@ -1,131 +1,169 @@
 /*
-Reading, checking and writing a model manifest. Both directions use the same tables of fields.
+Reading, checking and writing a model's manifest.
+
+A manifest says what differs from the plainest MoE transformer; what it leaves out is off. Sizes have no
+default: a wrong guess of a size would make every count wrong.
 */
 #include "model/model.h"
 
+#include <limits.h>
 #include <string.h>
 
-struct raw_model {
-    struct model model;
-    struct json attention, moe;
-};
+#define MOST_LAYERS 10000
+#define MOST_WIDTH (1 << 24)
+#define MOST_VOCAB (1 << 28)
 
-#define TOP(name, type, required, min, max) {#name, type, offsetof(struct raw_model, model.name), required, min, max, NULL}
-#define ATTENTION(name, type, required, min, max, choices) \
-    {#name, type, offsetof(struct model, attention.name), required, min, max, choices}
-#define MOE(name, type, required, min, max, choices) \
-    {#name, type, offsetof(struct model, moe.name), required, min, max, choices}
+/* ---- reading ----------------------------------------------------------------------------------------- */
 
-static const struct json_field top_fields[] = {
-    TOP(name, JSON_TEXT, true, 0, 0),
-    TOP(source, JSON_TEXT, false, 0, 0),
-    TOP(layers, JSON_INT, true, 1, 2048),
-    TOP(hidden, JSON_INT, true, 1, 1 << 20),
-    TOP(vocab, JSON_INT, true, 1, 1 << 28),
-    TOP(norm_eps, JSON_REAL, false, 1e-12, 1),
-    TOP(tie_embeddings, JSON_BOOL, false, 0, 0),
-    {"attention", JSON_VALUE, offsetof(struct raw_model, attention), true, 0, 0, NULL},
-    {"moe", JSON_VALUE, offsetof(struct raw_model, moe), true, 0, 0, NULL},
-};
+/* One table row, its arguments in the order a reader asks: key, member, type, required?, bounds or words. */
+#define INT_FIELD(key, offset, required, min, max)                                                           \
+    { key, JSON_INT, offset, required, min, max, NULL }
+#define REAL_FIELD(key, offset, min, max)                                                                    \
+    { key, JSON_REAL, offset, false, min, max, NULL }
+#define BOOL_FIELD(key, offset)                                                                              \
+    { key, JSON_BOOL, offset, false, 0, 0, NULL }
+#define CHOICE_FIELD(key, offset, choices)                                                                   \
+    { key, JSON_CHOICE, offset, false, 0, 0, choices }
 
-static const struct json_field attention_fields[] = {
-    ATTENTION(heads, JSON_INT, true, 1, 65536, NULL),
-    ATTENTION(kv_heads, JSON_INT, true, 1, 65536, NULL),
-    ATTENTION(head_dim, JSON_INT, true, 1, 65536, NULL),
-    ATTENTION(rope_theta, JSON_REAL, false, 1, 1e12, NULL),
-    ATTENTION(qk_norm, JSON_BOOL, false, 0, 0, NULL),
-    ATTENTION(bias, JSON_BOOL, false, 0, 0, NULL),
-    ATTENTION(sinks, JSON_BOOL, false, 0, 0, NULL),
-    ATTENTION(window, JSON_INT, false, 0, 1 << 28, NULL),
-    ATTENTION(window_layers, JSON_CHOICE, false, 0, 0, WINDOW_CHOICES),
-};
-
-static const struct json_field moe_fields[] = {
-    MOE(experts, JSON_INT, true, 1, 65536, NULL),
-    MOE(top_k, JSON_INT, true, 1, 65536, NULL),
-    MOE(expert_hidden, JSON_INT, true, 1, 1 << 24, NULL),
-    MOE(shared_experts, JSON_INT, false, 0, 1024, NULL),
-    MOE(dense_layers, JSON_INT, false, 0, 2048, NULL),
-    MOE(dense_hidden, JSON_INT, false, 0, 1 << 24, NULL),
-    MOE(router, JSON_CHOICE, false, 0, 0, ROUTER_CHOICES),
-    MOE(renormalise, JSON_BOOL, false, 0, 0, NULL),
-    MOE(aux_loss, JSON_REAL, false, 0, 1e6, NULL),
-    MOE(z_loss, JSON_REAL, false, 0, 1e6, NULL),
-    MOE(capacity_factor, JSON_REAL, false, 0, 1e6, NULL),
-    MOE(activation, JSON_CHOICE, false, 0, 0, ACTIVATION_CHOICES),
-    MOE(bias, JSON_BOOL, false, 0, 0, NULL),
-};
-
-/* Adds an error about a key whose value is fine alone. */
-static void clash(struct json value, const char *path, const char *format, int found, int other)
-{
-    char message[256];
-    snprintf(message, sizeof message, format, found, other);
-    const char *whole = *value.path ? arena_printf(value.arena, "%s.%s", value.path, path) : path;
-    errors_add(value.errors, value.file, whole, "%s", message);
+static bool read_attention(struct json value, struct model *model) {
+    static const struct json_field fields[] = {
+        INT_FIELD("heads", offsetof(struct model, attention.heads), true, 1, MOST_WIDTH),
+        INT_FIELD("kv_heads", offsetof(struct model, attention.kv_heads), true, 1, MOST_WIDTH),
+        INT_FIELD("head_dim", offsetof(struct model, attention.head_dim), true, 2, MOST_WIDTH),
+        REAL_FIELD("rope_theta", offsetof(struct model, attention.rope_theta), 1, 1e15),
+        BOOL_FIELD("qk_norm", offsetof(struct model, attention.qk_norm)),
+        BOOL_FIELD("bias", offsetof(struct model, attention.bias)),
+        BOOL_FIELD("sinks", offsetof(struct model, attention.sinks)),
+        INT_FIELD("window", offsetof(struct model, attention.window), false, 0, INT_MAX),
+        CHOICE_FIELD("window_layers", offsetof(struct model, attention.window_layers), WINDOW_CHOICES),
+    };
+    return json_read_fields(value, fields, COUNT(fields), model);
 }
 
-bool model_check(struct json value, const struct model *model)
-{
+static bool read_moe(struct json value, struct model *model) {
+    static const struct json_field fields[] = {
+        INT_FIELD("experts", offsetof(struct model, moe.experts), true, 1, MOST_WIDTH),
+        INT_FIELD("top_k", offsetof(struct model, moe.top_k), true, 1, MOST_WIDTH),
+        INT_FIELD("expert_hidden", offsetof(struct model, moe.expert_hidden), true, 1, MOST_WIDTH),
+        INT_FIELD("shared_experts", offsetof(struct model, moe.shared_experts), false, 0, 1024),
+        INT_FIELD("dense_layers", offsetof(struct model, moe.dense_layers), false, 0, MOST_LAYERS),
+        INT_FIELD("dense_hidden", offsetof(struct model, moe.dense_hidden), false, 0, MOST_WIDTH),
+        CHOICE_FIELD("router", offsetof(struct model, moe.router), ROUTER_CHOICES),
+        BOOL_FIELD("renormalise", offsetof(struct model, moe.renormalise)),
+        REAL_FIELD("aux_loss", offsetof(struct model, moe.aux_loss), 0, 1e6),
+        REAL_FIELD("z_loss", offsetof(struct model, moe.z_loss), 0, 1e6),
+        REAL_FIELD("capacity_factor", offsetof(struct model, moe.capacity_factor), 0, 1e6),
+        CHOICE_FIELD("activation", offsetof(struct model, moe.activation), ACTIVATION_CHOICES),
+        BOOL_FIELD("bias", offsetof(struct model, moe.bias)),
+    };
+    return json_read_fields(value, fields, COUNT(fields), model);
+}
+
+bool model_read(struct json value, struct model *model) {
+    struct top {
+        struct json attention, moe;
+        struct model model;
+    } top = {.model = {.name = "", .source = "", .norm_eps = 1e-6, .attention.rope_theta = 10000}};
+    static const struct json_field fields[] = {
+        {"name", JSON_TEXT, offsetof(struct top, model.name), true, 0, 0, NULL},
+        {"source", JSON_TEXT, offsetof(struct top, model.source), false, 0, 0, NULL},
+        INT_FIELD("layers", offsetof(struct top, model.layers), true, 1, MOST_LAYERS),
+        INT_FIELD("hidden", offsetof(struct top, model.hidden), true, 1, MOST_WIDTH),
+        INT_FIELD("vocab", offsetof(struct top, model.vocab), true, 1, MOST_VOCAB),
+        REAL_FIELD("norm_eps", offsetof(struct top, model.norm_eps), 0, 1),
+        BOOL_FIELD("tie_embeddings", offsetof(struct top, model.tie_embeddings)),
+        {"attention", JSON_VALUE, offsetof(struct top, attention), true, 0, 0, NULL},
+        {"moe", JSON_VALUE, offsetof(struct top, moe), true, 0, 0, NULL},
+    };
+    bool sound = json_read_fields(value, fields, COUNT(fields), &top);
+    if (top.attention.node) sound &= read_attention(top.attention, &top.model);
+    if (top.moe.node) sound &= read_moe(top.moe, &top.model);
+    sound &= model_check(value, &top.model);
+    *model = top.model;
+    return sound;
+}
+
+/* ---- what no single key shows ------------------------------------------------------------------------ */
+
+/* A size that could not be read is 0 here, and has had its own error: nothing follows from it. */
+bool model_check(struct json value, const struct model *model) {
     int before = value.errors->count;
-    if (model->attention.kv_heads && model->attention.heads % model->attention.kv_heads)
-        clash(value, "attention.heads", "found %d; must be divisible by kv_heads %d", model->attention.heads,
-              model->attention.kv_heads);
+    struct json attention = json_member(value, "attention"), moe = json_member(value, "moe");
+#define WRONG(part, key, ...) errors_add(value.errors, value.file, json_member(part, key).path, __VA_ARGS__)
+    int heads = model->attention.heads, kv_heads = model->attention.kv_heads;
+    if (heads && kv_heads && heads % kv_heads)
+        WRONG(attention, "kv_heads", "found %d; allowed: a divisor of heads, which is %d", kv_heads, heads);
     if (model->attention.head_dim % 2)
-        clash(value, "attention.head_dim", "found %d; must be even: RoPE turns pairs", model->attention.head_dim, 0);
-    if (model->moe.top_k > model->moe.experts)
-        clash(value, "moe.top_k", "found %d; at most the number of experts, %d, is allowed", model->moe.top_k,
+        WRONG(attention, "head_dim", "found %d; allowed: an even number, since RoPE turns pairs",
+              model->attention.head_dim);
+    if (model->attention.window_layers != WINDOW_NONE && model->attention.window == 0)
+        WRONG(attention, "window", "found 0; allowed with window_layers: at least 1");
+    if (model->attention.window_layers == WINDOW_NONE && model->attention.window > 0)
+        WRONG(attention, "window_layers",
+              "found \"none\"; allowed with window %d: \"all\", \"even\" or \"odd\"",
+              model->attention.window);
+    if (model->moe.experts && model->moe.top_k > model->moe.experts)
+        WRONG(moe, "top_k", "found %d; allowed: at most experts, which is %d", model->moe.top_k,
               model->moe.experts);
-    if (model->moe.dense_layers > model->layers)
-        clash(value, "moe.dense_layers", "found %d; at most the number of layers, %d, is allowed", model->moe.dense_layers,
+    if (model->layers && model->moe.dense_layers > model->layers)
+        WRONG(moe, "dense_layers", "found %d; allowed: at most layers, which is %d", model->moe.dense_layers,
               model->layers);
-    if (model->moe.dense_layers && !model->moe.dense_hidden)
-        clash(value, "moe.dense_hidden", "found 0 with dense_layers %d; must be above 0 then", model->moe.dense_layers, 0);
-    if (model->attention.window_layers != WINDOW_NONE && !model->attention.window)
-        clash(value, "attention.window", "found 0 with windowed layers; must be above 0 then", 0, 0);
+    if (model->moe.dense_layers > 0 && model->moe.dense_hidden == 0)
+        WRONG(moe, "dense_hidden", "found 0; allowed with dense_layers: at least 1");
+#undef WRONG
     return value.errors->count == before;
 }
 
-bool model_read(struct json value, struct model *model)
-{
-    int before = value.errors->count;
-    struct raw_model raw = {.model = {.norm_eps = 1e-6, .attention.rope_theta = 10000}};
-    json_read_fields(value, top_fields, COUNT(top_fields), &raw);
-    *model = raw.model;
-    if (raw.attention.node) json_read_fields(raw.attention, attention_fields, COUNT(attention_fields), model);
-    if (raw.moe.node) json_read_fields(raw.moe, moe_fields, COUNT(moe_fields), model);
-    if (value.errors->count > before) return false;
-    return model_check(value, model);
-}
+/* ---- writing ----------------------------------------------------------------------------------------- */
 
-static void write_fields(cJSON *object, const struct json_field *fields, size_t count, const void *from)
-{
+static void add_choice(cJSON *object, const char *key, const char *choices, int index) {
     struct arena *arena = arena_new();
-    for (size_t i = 0; i < count; i++) {
-        const char *at = (const char *)from + fields[i].offset, *text;
-        switch (fields[i].type) {
-        case JSON_INT: json_add_number(object, fields[i].key, *(const int *)at); break;
-        case JSON_REAL: json_add_number(object, fields[i].key, *(const double *)at); break;
-        case JSON_BOOL: cJSON_AddBoolToObject(object, fields[i].key, *(const bool *)at); break;
-        case JSON_TEXT:
-            text = *(const char *const *)at;
-            if (text) cJSON_AddStringToObject(object, fields[i].key, text);
-            break;
-        case JSON_CHOICE:
-            cJSON_AddStringToObject(object, fields[i].key, choice_word(arena, fields[i].choices, *(const int *)at));
-            break;
-        case JSON_VALUE: break;
-        }
-    }
+    cJSON_AddStringToObject(object, key, choice_word(arena, choices, index));
     arena_free(arena);
 }
 
-cJSON *model_write(const struct model *model)
-{
+static cJSON *write_attention(const struct model *model) {
     cJSON *object = cJSON_CreateObject();
-    struct raw_model raw = {.model = *model};
-    write_fields(object, top_fields, COUNT(top_fields), &raw);
-    write_fields(cJSON_AddObjectToObject(object, "attention"), attention_fields, COUNT(attention_fields), model);
-    write_fields(cJSON_AddObjectToObject(object, "moe"), moe_fields, COUNT(moe_fields), model);
+    json_add_number(object, "heads", model->attention.heads);
+    json_add_number(object, "kv_heads", model->attention.kv_heads);
+    json_add_number(object, "head_dim", model->attention.head_dim);
+    json_add_number(object, "rope_theta", model->attention.rope_theta);
+    cJSON_AddBoolToObject(object, "qk_norm", model->attention.qk_norm);
+    cJSON_AddBoolToObject(object, "bias", model->attention.bias);
+    cJSON_AddBoolToObject(object, "sinks", model->attention.sinks);
+    json_add_number(object, "window", model->attention.window);
+    add_choice(object, "window_layers", WINDOW_CHOICES, model->attention.window_layers);
+    return object;
+}
+
+static cJSON *write_moe(const struct model *model) {
+    cJSON *object = cJSON_CreateObject();
+    json_add_number(object, "experts", model->moe.experts);
+    json_add_number(object, "top_k", model->moe.top_k);
+    json_add_number(object, "expert_hidden", model->moe.expert_hidden);
+    json_add_number(object, "shared_experts", model->moe.shared_experts);
+    json_add_number(object, "dense_layers", model->moe.dense_layers);
+    json_add_number(object, "dense_hidden", model->moe.dense_hidden);
+    add_choice(object, "router", ROUTER_CHOICES, model->moe.router);
+    cJSON_AddBoolToObject(object, "renormalise", model->moe.renormalise);
+    json_add_number(object, "aux_loss", model->moe.aux_loss);
+    json_add_number(object, "z_loss", model->moe.z_loss);
+    json_add_number(object, "capacity_factor", model->moe.capacity_factor);
+    add_choice(object, "activation", ACTIVATION_CHOICES, model->moe.activation);
+    cJSON_AddBoolToObject(object, "bias", model->moe.bias);
+    return object;
+}
+
+cJSON *model_write(const struct model *model) {
+    cJSON *object = cJSON_CreateObject();
+    cJSON_AddStringToObject(object, "name", model->name);
+    cJSON_AddStringToObject(object, "source", model->source);
+    json_add_number(object, "layers", model->layers);
+    json_add_number(object, "hidden", model->hidden);
+    json_add_number(object, "vocab", model->vocab);
+    json_add_number(object, "norm_eps", model->norm_eps);
+    cJSON_AddBoolToObject(object, "tie_embeddings", model->tie_embeddings);
+    cJSON_AddItemToObject(object, "attention", write_attention(model));
+    cJSON_AddItemToObject(object, "moe", write_moe(model));
     return object;
 }
