@@ -7,6 +7,7 @@ default: a wrong guess of a size would make every count wrong.
 #include "model/model.h"
 
 #include <limits.h>
+#include <stdarg.h>
 #include <string.h>
 
 #define MOST_LAYERS 10000
@@ -85,33 +86,56 @@ bool model_read(struct json value, struct model *model) {
 
 /* ---- what no single key shows ------------------------------------------------------------------------ */
 
+/* Adds "found A; allowed B" for a key of a part. Always false, so that `sound &= wrong(…)` reads well. */
+static bool wrong(struct json part, const char *key, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+static bool wrong(struct json part, const char *key, const char *format, ...) {
+    char message[256];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
+    errors_add(part.errors, part.file, json_member(part, key).path, "%s", message);
+    return false;
+}
+
+static bool check_attention(struct json part, const struct model *model) {
+    int heads = model->attention.heads, kv_heads = model->attention.kv_heads;
+    int window = model->attention.window;
+    bool windowed = model->attention.window_layers != WINDOW_NONE, sound = true;
+    if (heads && kv_heads && heads % kv_heads)
+        sound &=
+            wrong(part, "kv_heads", "found %d; allowed: a divisor of heads, which is %d", kv_heads, heads);
+    if (model->attention.head_dim % 2)
+        sound &= wrong(part, "head_dim", "found %d; allowed: an even number, since RoPE turns pairs",
+                       model->attention.head_dim);
+    if (windowed && window == 0)
+        sound &= wrong(part, "window", "found 0; allowed with window_layers: at least 1");
+    if (!windowed && window > 0)
+        sound &= wrong(part, "window_layers",
+                       "found \"none\"; allowed with window %d: \"all\", \"even\" or \"odd\"", window);
+    return sound;
+}
+
+static bool check_moe(struct json part, const struct model *model) {
+    int experts = model->moe.experts, dense = model->moe.dense_layers;
+    bool sound = true;
+    if (experts && model->moe.top_k > experts)
+        sound &= wrong(part, "top_k", "found %d; allowed: at most experts, which is %d", model->moe.top_k,
+                       experts);
+    if (model->layers && dense > model->layers)
+        sound &= wrong(part, "dense_layers", "found %d; allowed: at most layers, which is %d", dense,
+                       model->layers);
+    if (dense > 0 && model->moe.dense_hidden == 0)
+        sound &= wrong(part, "dense_hidden", "found 0; allowed with dense_layers: at least 1");
+    return sound;
+}
+
 /* A size that could not be read is 0 here, and has had its own error: nothing follows from it. */
 bool model_check(struct json value, const struct model *model) {
-    int before = value.errors->count;
-    struct json attention = json_member(value, "attention"), moe = json_member(value, "moe");
-#define WRONG(part, key, ...) errors_add(value.errors, value.file, json_member(part, key).path, __VA_ARGS__)
-    int heads = model->attention.heads, kv_heads = model->attention.kv_heads;
-    if (heads && kv_heads && heads % kv_heads)
-        WRONG(attention, "kv_heads", "found %d; allowed: a divisor of heads, which is %d", kv_heads, heads);
-    if (model->attention.head_dim % 2)
-        WRONG(attention, "head_dim", "found %d; allowed: an even number, since RoPE turns pairs",
-              model->attention.head_dim);
-    if (model->attention.window_layers != WINDOW_NONE && model->attention.window == 0)
-        WRONG(attention, "window", "found 0; allowed with window_layers: at least 1");
-    if (model->attention.window_layers == WINDOW_NONE && model->attention.window > 0)
-        WRONG(attention, "window_layers",
-              "found \"none\"; allowed with window %d: \"all\", \"even\" or \"odd\"",
-              model->attention.window);
-    if (model->moe.experts && model->moe.top_k > model->moe.experts)
-        WRONG(moe, "top_k", "found %d; allowed: at most experts, which is %d", model->moe.top_k,
-              model->moe.experts);
-    if (model->layers && model->moe.dense_layers > model->layers)
-        WRONG(moe, "dense_layers", "found %d; allowed: at most layers, which is %d", model->moe.dense_layers,
-              model->layers);
-    if (model->moe.dense_layers > 0 && model->moe.dense_hidden == 0)
-        WRONG(moe, "dense_hidden", "found 0; allowed with dense_layers: at least 1");
-#undef WRONG
-    return value.errors->count == before;
+    bool attention = check_attention(json_member(value, "attention"), model);
+    bool moe = check_moe(json_member(value, "moe"), model);
+    return attention && moe;
 }
 
 /* ---- writing ----------------------------------------------------------------------------------------- */
