@@ -26,7 +26,8 @@ enum rate {
     RATE_NIC_REDUCE,      /* the same between nodes, a NIC */
     RATE_HOST_COPY,       /* between GPU and host memory, bytes/s a GPU and direction */
     RATE_HOST_ADAM,       /* optimizer on the host, parameters/s a GPU's share of the cores */
-    RATE_MEMORY_RESERVE,  /* GPU bytes that no schedule may use: context, communication buffers, fragmentation */
+    RATE_MEMORY_RESERVE,  /* GPU bytes that no schedule may use: context, communication buffers, fragmentation
+                           */
     RATE_COUNT
 };
 
@@ -48,7 +49,7 @@ struct cluster {
     double host_bytes_per_s;
     struct {
         double oversubscription; /* 1: full bisection */
-        bool rail_only;          /* NIC i of a node reaches only NIC i of the others; the rest hops over NVLink */
+        bool rail_only; /* NIC i of a node reaches only NIC i of the others; the rest hops over NVLink */
     } spine;
     struct slow_gpu *slow_gpus;
     int slow_count;
@@ -61,12 +62,14 @@ const char *cluster_rate_name(enum rate rate);
 const char *cluster_rate_unit(enum rate rate);
 
 int cluster_gpus(const struct cluster *cluster);
-/* Slowest speed among `count` GPUs: a synchronised group moves with its slowest. gpus may be NULL: the first ones. */
+/* Slowest speed among `count` GPUs: a synchronised group moves with its slowest. gpus may be NULL: the first
+ * ones. */
 double cluster_slowest(const struct cluster *cluster, const int *gpus, int count);
 
 /* ---- transfers --------------------------------------------------------------------------------------- */
 
-/* One side of a transfer: which GPUs, and which share of all bytes each sends or receives (shares sum to 1). */
+/* One side of a transfer: which GPUs, and which share of all bytes each sends or receives (shares sum to 1).
+ */
 struct ports {
     const int *gpus;
     const double *shares;
@@ -77,14 +80,15 @@ struct traffic {
     double nic_bytes;    /* through the busiest NIC port */
     double nvlink_bytes; /* through the busiest NVLink port */
 };
-/* All of `bytes` go from `from` to `to`, every sender spreading over the receivers by their shares (an all-to-all
-   when both are the same GPUs). What a GPU sends to itself costs nothing. */
-struct traffic cluster_exchange(const struct cluster *cluster, struct ports from, struct ports to, double bytes);
+/* All of `bytes` go from `from` to `to`, every sender spreading over the receivers by their shares (an
+   all-to-all when both are the same GPUs). What a GPU sends to itself costs nothing. */
+struct traffic cluster_exchange(const struct cluster *cluster, struct ports from, struct ports to,
+                                double bytes);
 /* GPU i of `from` sends bytes_each to GPU i of `to`, all at once. */
 struct traffic cluster_pairwise(const struct cluster *cluster, const int *from, const int *to, int count,
                                 double bytes_each);
-/* Ring reduce-scatter or all-gather (half an all-reduce) of a tensor of `bytes` over `gpus`. A node's GPUs reduce
-   over NVLink first, so that each of its NICs carries its share of the ring between nodes. */
+/* Ring reduce-scatter or all-gather (half an all-reduce) of a tensor of `bytes` over `gpus`. A node's GPUs
+   reduce over NVLink first, so that each of its NICs carries its share of the ring between nodes. */
 double cluster_reduce_seconds(const struct cluster *cluster, const int *gpus, int count, double bytes);
 
 #endif

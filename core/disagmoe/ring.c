@@ -97,16 +97,28 @@ static void place_ring(struct ring *ring) {
     }
 }
 
+static bool same_kind(const struct model *model, int a, int b) {
+    return model_layer_is_moe(model, a) == model_layer_is_moe(model, b) &&
+           model_layer_window(model, a) == model_layer_window(model, b);
+}
+
 static void price(struct ring *ring) {
     const struct plan *plan = ring->plan;
     const struct point *point = plan->point;
     double tokens = (double)point->micro_batch_size * point->seq_len;
     int last = (ring->layers - 1) % ring->p;
     for (int l = 0; l < ring->layers; l++) {
-        int g = l % ring->p, next = (l + 1) % ring->p;
+        int g = l % ring->p, next = (l + 1) % ring->p, like = l - ring->p;
+        bool ends = l == ring->layers - 1;
+        while (like >= 0 && !same_kind(point->model, l, like)) like -= ring->p;
+        if (like >= 0 && !ends) { /* a layer of the same kind on the same groups costs the same */
+            ring->cost[l] = ring->cost[like];
+            ring->memory[l] = ring->memory[like];
+            continue;
+        }
         struct sides sides = {ring->a_gpus[g],    ring->m, ring->f_gpus[g], ring->n,
                               ring->a_gpus[next], ring->m};
-        if (l == ring->layers - 1) {
+        if (ends) {
             sides.next_gpus = ring->f_gpus[g];
             sides.next_count = ring->n;
         }

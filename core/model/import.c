@@ -8,12 +8,11 @@ represent another. A key in none of them is an error: silently dropping one migh
 Two departures are allowed, because released models need them, and written into the model's source:
 - YaRN scaling of GPT-OSS: it changes RoPE's frequencies, and no count;
 - seq_aux of DeepSeek-MoE: its balance loss is taken per sequence, here per micro-batch.
-A key that is null counts as absent, as it does for HuggingFace's readers.
 */
 #include "model/model.h"
 
+#include <assert.h>
 #include <limits.h>
-#include <math.h>
 #include <string.h>
 
 enum family { QWEN3_MOE, GPT_OSS, DEEPSEEK, MIXTRAL };
@@ -171,6 +170,7 @@ static void lift_rope_parameters(cJSON *config) {
 
 static bool read_config(struct json value, int family, struct config *config) {
     struct json_field fields[COUNT(COMMON) + 16];
+    assert(KEYS[family].count <= 16);
     memcpy(fields, COMMON, sizeof COMMON);
     memcpy(fields + COUNT(COMMON), KEYS[family].keys, KEYS[family].count * sizeof *fields);
     *config = DEFAULTS[family];
@@ -332,6 +332,18 @@ static bool import_family(struct json value, int family, struct model *model) {
     return model_check(value, model);
 }
 
+/* A null counts as absent, except where absence has a default of its own and null means none: there 0 does. */
+static void drop_nulls(cJSON *config) {
+    for (cJSON *child = config->child, *next; child; child = next) {
+        next = child->next;
+        if (!cJSON_IsNull(child)) continue;
+        if (strcmp(child->string, "sliding_window") == 0 || strcmp(child->string, "head_dim") == 0)
+            cJSON_ReplaceItemViaPointer(config, child, cJSON_CreateNumber(0));
+        else
+            cJSON_Delete(cJSON_DetachItemViaPointer(config, child));
+    }
+}
+
 bool model_import(struct json config, struct model *model) {
     if (!cJSON_IsObject(config.node)) {
         json_error(config, "allowed: an object");
@@ -339,12 +351,9 @@ bool model_import(struct json config, struct model *model) {
     }
     int family = read_family(config);
     if (family < 0) return false;
-    struct json given = config; /* without what is null, which the caller's tree keeps */
+    struct json given = config; /* a copy: the caller's tree stays as it is */
     given.node = cJSON_Duplicate(config.node, true);
-    for (cJSON *child = given.node->child, *next; child; child = next) {
-        next = child->next;
-        if (cJSON_IsNull(child)) cJSON_Delete(cJSON_DetachItemViaPointer(given.node, child));
-    }
+    drop_nulls(given.node);
     lift_rope_parameters(given.node);
     bool sound = import_family(given, family, model);
     cJSON_Delete(given.node);

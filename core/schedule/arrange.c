@@ -13,6 +13,7 @@ double precision with the same additions, so that replaying an arranged schedule
 #include "schedule/schedule.h"
 
 #include <assert.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -60,6 +61,9 @@ struct arranger {
     int *successor_first, *successors;
     int64_t *place; /* in the given order; NULL when no lane has one */
     bool *lane_busy;
+    double *lane_left; /* seconds of operations not yet started on each lane */
+    double limit;      /* give up when a lane can no longer end before */
+    bool hopeless;
     int *lane_done;       /* operations started on each lane */
     struct event *events; /* heap of running operations by end */
     int event_count;
@@ -175,6 +179,8 @@ static void start(struct arranger *a, struct queue *queue, double now) {
         a->lane_busy[op->lanes[i]] = true;
         if (!lane->given) lane->ops[a->lane_done[op->lanes[i]]] = id;
         a->lane_done[op->lanes[i]]++;
+        if (now + a->lane_left[op->lanes[i]] >= a->limit) a->hopeless = true;
+        a->lane_left[op->lanes[i]] -= op->duration;
     }
     a->timeline->start[id] = now;
     a->timeline->end[id] = now + op->duration;
@@ -227,8 +233,7 @@ static void prepare_successors(struct arranger *a) {
     a->successor_first = must_alloc(((size_t)ops + 2) * sizeof(int));
     a->successors = must_alloc((size_t)(schedule->dep_count ? schedule->dep_count : 1) * sizeof(int));
     int *first = a->successor_first + 1; /* shifted, so that filling leaves the starts behind */
-    for (int i = 0; i < schedule->dep_count; i++)
-        first[schedule->deps[i] + 1 < ops ? schedule->deps[i] + 1 : ops]++;
+    for (int i = 0; i < schedule->dep_count; i++) first[schedule->deps[i] + 1]++;
     for (int i = 1; i <= ops; i++) first[i] += first[i - 1];
     for (int i = 0; i < ops; i++) {
         const struct operation *op = &schedule->ops[i];
@@ -250,6 +255,8 @@ static void prepare(struct arranger *a) {
     a->lane_queue_count = must_alloc(lanes * sizeof(int));
     a->lane_busy = must_alloc(lanes * sizeof(bool));
     a->lane_done = must_alloc(lanes * sizeof(int));
+    a->lane_left = must_alloc(lanes * sizeof(double));
+    schedule_busy(schedule, a->lane_left);
     a->events = must_alloc((lanes + 1) * sizeof *a->events);
     prepare_lanes(a);
     prepare_successors(a);
@@ -269,6 +276,7 @@ static void release(struct arranger *a) {
     free(a->place);
     free(a->lane_busy);
     free(a->lane_done);
+    free(a->lane_left);
     free(a->events);
 }
 
@@ -301,9 +309,22 @@ static bool order_is_whole(const struct schedule *schedule) {
     return true;
 }
 
+/* What never ran has no place on a lane and no time. */
+static void forget_order(struct arranger *a) {
+    struct schedule *schedule = a->schedule;
+    free(schedule->sequence);
+    schedule->sequence = NULL;
+    for (int lane = 0; lane < schedule->lane_count; lane++)
+        if (!schedule->lanes[lane].given) schedule->lanes[lane].count = a->lane_done[lane];
+}
+
 bool schedule_arrange(struct schedule *schedule, struct timeline *timeline) {
+    return schedule_arrange_before(schedule, INFINITY, timeline);
+}
+
+bool schedule_arrange_before(struct schedule *schedule, double limit, struct timeline *timeline) {
     if (!order_is_whole(schedule)) return false;
-    struct arranger a = {.schedule = schedule, .timeline = timeline};
+    struct arranger a = {.schedule = schedule, .timeline = timeline, .limit = limit};
     prepare(&a);
     bool *touched = must_alloc((size_t)schedule->lane_count * sizeof *touched);
     for (int i = 0; i < schedule->op_count; i++)
@@ -316,15 +337,12 @@ bool schedule_arrange(struct schedule *schedule, struct timeline *timeline) {
             touched[lane] = false;
             try_lane(&a, lane, now);
         }
-        if (!a.event_count) break;
+        if (!a.event_count || a.hopeless) break;
         now = finish_next(&a, touched);
     }
     timeline->makespan = now;
-    bool whole = a.started == schedule->op_count;
-    if (!whole) { /* a dead-lock: what never ran has no time */
-        free(schedule->sequence);
-        schedule->sequence = NULL;
-    }
+    bool whole = a.started == schedule->op_count && !a.hopeless;
+    if (!whole) forget_order(&a);
     free(touched);
     release(&a);
     return whole;

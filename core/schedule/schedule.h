@@ -139,6 +139,9 @@ void timeline_free(struct timeline *timeline);
    the next one. Records the order it found on every lane. False when given orders dead-lock
    (schedule_validate names the cycle). */
 bool schedule_arrange(struct schedule *schedule, struct timeline *timeline);
+/* The same, but gives up (false, no order recorded) as soon as some lane cannot end before `limit` seconds.
+ */
+bool schedule_arrange_before(struct schedule *schedule, double limit, struct timeline *timeline);
 
 /* Recomputes start and end from orders and dependencies alone. False when they contain a cycle. */
 bool schedule_replay(struct schedule *schedule, struct timeline *timeline);

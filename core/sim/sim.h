@@ -45,6 +45,10 @@ struct result {
 void simulate_plan(const struct system *system, const struct plan *plan, struct result *result,
                    struct schedule **keep_schedule, struct timeline *keep_timeline);
 
+/* The same, but gives up (false, nothing kept) as soon as the step cannot end before `limit` seconds. */
+bool simulate_before(const struct system *system, const struct plan *plan, double limit,
+                     struct result *result, struct schedule **keep_schedule, struct timeline *keep_timeline);
+
 /* GPU bytes a schedule may use; memory is not enforced under a table of costs. */
 double usable_memory(const struct point *point);
 

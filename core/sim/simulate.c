@@ -160,28 +160,37 @@ static void read_figures(const struct schedule *schedule, const struct timeline 
     free(peaks);
 }
 
-void simulate_plan(const struct system *system, const struct plan *plan, struct result *result,
-                   struct schedule **keep_schedule, struct timeline *keep_timeline) {
+/* A generator's own order that dead-locks is a defect of the suite, not of its input. */
+static void fail_on_dead_lock(const struct schedule *schedule) {
+    struct errors errors = {0};
+    schedule_validate(schedule, &errors);
+    errors_print(&errors, stderr);
+    abort();
+}
+
+bool simulate_before(const struct system *system, const struct plan *plan, double limit,
+                     struct result *result, struct schedule **keep_schedule, struct timeline *keep_timeline) {
     *result =
         (struct result){.system = system, .plan = *plan, .feasible = true, .speedup = NAN, .executor = "sim"};
     struct schedule *schedule = system->build(plan);
     struct timeline timeline = {0};
-    if (!schedule_arrange(schedule,
-                          &timeline)) { /* a generator's own order dead-locks: a defect of the suite */
-        struct errors errors = {0};
-        schedule_validate(schedule, &errors);
-        errors_print(&errors, stderr);
-        abort();
-    }
-    read_figures(schedule, &timeline, result);
-    if (keep_schedule)
+    bool ended = schedule_arrange_before(schedule, limit, &timeline);
+    if (!ended && limit == INFINITY) fail_on_dead_lock(schedule);
+    if (ended) read_figures(schedule, &timeline, result);
+    if (keep_schedule && ended)
         *keep_schedule = schedule;
     else
         schedule_free(schedule);
-    if (keep_timeline)
+    if (keep_timeline && ended)
         *keep_timeline = timeline;
     else
         timeline_free(&timeline);
+    return ended;
+}
+
+void simulate_plan(const struct system *system, const struct plan *plan, struct result *result,
+                   struct schedule **keep_schedule, struct timeline *keep_timeline) {
+    simulate_before(system, plan, INFINITY, result, keep_schedule, keep_timeline);
 }
 
 void fill_speedups(struct result *results, int count) {

@@ -126,7 +126,8 @@ static int list_orders(const struct tuner *tuner, const struct plan *plan, struc
 /* ---- trying ----------------------------------------------------------------------------------------------
  */
 
-/* The state that fits beside each group's activations and ends the step soonest; false when none fits. */
+/* The state that ends the step soonest among those that fit beside each group's activations (NULL: all fit);
+   false when none does. The least intrusive of equals. */
 static bool choose_state(const struct tuner *tuner, const struct plan *plan, const double *activations,
                          struct memory *chosen) {
     struct need *needs = must_alloc(MAX_GROUPS * sizeof *needs);
@@ -137,7 +138,7 @@ static bool choose_state(const struct tuner *tuner, const struct plan *plan, con
         int groups = tuner->system->needs(&tried, needs);
         double bytes = 0, seconds = 0;
         for (int g = 0; g < groups; g++) {
-            bytes = fmax(bytes, needs[g].static_bytes + activations[g]);
+            if (activations) bytes = fmax(bytes, needs[g].static_bytes + activations[g]);
             seconds =
                 fmax(seconds, needs[g].end.grad_sync + needs[g].end.optimizer + needs[g].end.param_gather);
         }
@@ -164,10 +165,10 @@ static void try_order(struct tuner *tuner, struct plan plan) {
     struct schedule *schedule;
     struct timeline timeline = {0};
     struct result result;
-    plan.memory = with_state(plan.memory, tuner->states[0]);
-    simulate_plan(tuner->system, &plan, &result, &schedule, &timeline);
+    double limit = tuner->found ? tuner->best * plan.sequences : INFINITY;
+    if (!simulate_before(tuner->system, &plan, limit, &result, &schedule, &timeline)) return;
     double *activations = activation_peaks(schedule, &timeline);
-    struct memory chosen;
+    struct memory chosen = plan.memory;
     bool fits = choose_state(tuner, &plan, activations, &chosen);
     free(activations);
     timeline_free(&timeline);
@@ -196,6 +197,8 @@ static void search(struct tuner *tuner) {
         struct plan plan = tuner->candidates[i].plan;
         if (tuner->found && tuner->candidates[i].bound.seconds >= tuner->best) break;
         int order_count = list_orders(tuner, &plan, orders);
+        /* The quickest state first: what cannot win with it cannot win at all. */
+        choose_state(tuner, &plan, NULL, &plan.memory);
         if (!is_open(tuner, order_count)) {
             plan.order = orders[0];
             tuner->best_plan = plan;

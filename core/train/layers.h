@@ -1,0 +1,260 @@
+/*
+The mathematics of a training step: layers, forward and backward, on plain arrays.
+
+Concepts
+- floatX is float, or double when built with FLOATX_DOUBLE (for proofs). Loss sums are always double.
+- All arrays are row-major and belong to the caller. A row is one token (T of them, whole sequences of S
+tokens one after another), or one copy of a token at an expert (R of them, grouped by expert).
+- Weight matrices are (out, in), as HuggingFace stores them: y = x Wᵀ + b.
+- The backward pass is split. *_backward_input gives the gradient of the layer's input; *_backward_weight
+gives the gradients of its matrices and biases. Gradients of small vectors that come for free with the input's
+  (norms, sinks) belong to the input half. Gradients of parameters are added to, never overwritten.
+- Nothing here knows of ranks or schedules. Sums run in a fixed order, so results do not depend on timing. How
+  a product is cut among workers depends on their number, which may change the last bit.
+*/
+#ifndef TRAIN_LAYERS_H
+#define TRAIN_LAYERS_H
+
+#include "base/base.h"
+#include "model/model.h"
+
+#ifdef FLOATX_DOUBLE
+typedef double floatX;
+#else
+typedef float floatX;
+#endif
+
+/* ---- context: threads and scratch memory ------------------------------------------------------------- */
+
+struct workers;
+/* threads − 1 threads that wait for work; the caller is the last one. OpenBLAS itself is set to one thread:
+   products are cut here, so that several ranks' threads may multiply at once. */
+struct workers *workers_new(int threads);
+void workers_free(struct workers *workers); /* NULL is allowed */
+/* Calls task(context, i) for i = 0 … count − 1, each once, in any order; returns when all are done. */
+void workers_run(struct workers *workers, int count, void (*task)(void *context, int i), void *context);
+
+/* What a thread that calls layers needs. Zero-initialise; workers NULL: everything on the calling thread. One
+   context serves one thread at a time. */
+struct context {
+    struct workers *workers;
+    struct scratch_block *scratch; /* a stack of blocks, the last one first */
+    size_t scratch_bytes, scratch_peak;
+};
+int context_threads(const struct context *context);
+/* Memory until the matching scratch_release; not zeroed; 64-byte aligned. */
+void *scratch_take(struct context *context, size_t bytes);
+floatX *scratch_floats(struct context *context, size_t count);
+void scratch_release(struct context *context, void *since); /* since and all taken after it */
+void context_free(struct context *context);                 /* its scratch, not its workers */
+
+/* ---- linear ------------------------------------------------------------------------------------------ */
+
+/* Rows of several experts, one after another: counts[g] rows use weights[g]. A count of 0 is allowed. */
+struct groups {
+    int count;
+    const int *rows;        /* (count) */
+    floatX *const *weights; /* (count) each (out, in) */
+    floatX *const *biases;  /* (count) each (out), or NULL */
+};
+/* y (R, out) = x (R, in) Wᵀ + b */
+void grouped_linear_forward(struct context *context, const struct groups *groups, floatX *y, const floatX *x,
+                            int in, int out);
+/* dx (R, in) = dy (R, out) W */
+void grouped_linear_backward_input(struct context *context, const struct groups *groups, floatX *dx,
+                                   const floatX *dy, int in, int out);
+/* dW (out, in) += dyᵀ x, db (out) += sum of dy's rows; groups holds gradients in place of weights */
+void grouped_linear_backward_weight(struct context *context, const struct groups *gradients, const floatX *dy,
+                                    const floatX *x, int in, int out);
+
+/* The same for one matrix. bias and dbias may be NULL. */
+void linear_forward(struct context *context, floatX *y, const floatX *x, const floatX *weight,
+                    const floatX *bias, int rows, int in, int out);
+void linear_backward_input(struct context *context, floatX *dx, const floatX *dy, const floatX *weight,
+                           int rows, int in, int out);
+void linear_backward_weight(struct context *context, floatX *dweight, floatX *dbias, const floatX *dy,
+                            const floatX *x, int rows, int in, int out);
+
+/* ---- element-wise ------------------------------------------------------------------------------------ */
+
+void vector_add(struct context *context, floatX *y, const floatX *x, size_t count); /* y += x */
+floatX vector_dot(const floatX *a, const floatX *b, int count);
+
+/* ---- embedding --------------------------------------------------------------------------------------- */
+
+/* y (T, H) = rows of table (V, H) */
+void embedding_forward(struct context *context, floatX *y, const floatX *table, const int *ids, int tokens,
+                       int hidden);
+/* dtable (V, H) += dy (T, H), scattered */
+void embedding_backward(struct context *context, floatX *dtable, const floatX *dy, const int *ids, int tokens,
+                        int hidden);
+
+/* ---- RMSNorm ----------------------------------------------------------------------------------------- */
+
+/* y (rows, width) = x / sqrt(mean(x²) + eps) · weight (width) */
+void rmsnorm_forward(struct context *context, floatX *y, const floatX *x, const floatX *weight, int rows,
+                     int width, double eps);
+/* dx (rows, width) = gradient (+ dx when add), dweight (width) += ... (NULL: not wanted). dx may be dy when
+   not add. The statistics are computed anew from x. */
+void rmsnorm_backward(struct context *context, floatX *dx, floatX *dweight, const floatX *dy, const floatX *x,
+                      const floatX *weight, int rows, int width, double eps, bool add);
+
+/* ---- attention --------------------------------------------------------------------------------------- */
+
+struct attention_shape {
+    int sequences, seq_len;
+    int heads, kv_heads, head_dim;
+    int window; /* keys a query sees, itself included; 0: all before it */
+};
+/* cosines and sines (S, head_dim / 2) of position p and frequency theta^(−2 i / head_dim). */
+struct rope {
+    floatX *cosine, *sine;
+};
+struct rope rope_new(struct arena *arena, int seq_len, int head_dim, double theta);
+
+/* qk (T, (heads + kv_heads) · head_dim), row stride qk_stride, from qkv of row stride qkv_stride: each head's
+   query and key normalised (when q_norm is not NULL), then rotated in halves, as HuggingFace does. May run in
+   place. */
+void rotate_forward(struct context *context, const struct attention_shape *shape, const struct rope *rope,
+                    floatX *qk, int qk_stride, const floatX *qkv, int qkv_stride, const floatX *q_norm,
+                    const floatX *k_norm, double eps);
+/* In place on dqkv: gradient of the rotated queries and keys → of the raw ones. qkv: the raw ones, read only
+   with norms. dq_norm, dk_norm (head_dim) are added to. */
+void rotate_backward(struct context *context, const struct attention_shape *shape, const struct rope *rope,
+                     floatX *dqkv, int dqkv_stride, const floatX *qkv, int qkv_stride, const floatX *q_norm,
+                     const floatX *k_norm, floatX *dq_norm, floatX *dk_norm, double eps);
+
+/* Rotated queries (T, heads · head_dim), keys and values (T, kv_heads · head_dim), each with its row stride.
+ */
+struct attention_inputs {
+    const floatX *q, *k, *v;
+    int q_stride, k_stride, v_stride;
+    const floatX *sinks; /* (heads) or NULL: a logit that takes part in the softmax and has no value */
+};
+/* out (T, heads · head_dim), lse (T, heads): the logarithm of each softmax's denominator. Tile by tile with a
+   running maximum (Milakov & Gimelshein 2018; FlashAttention, Dao et al. 2022): memory linear in S. */
+void attention_forward(struct context *context, const struct attention_shape *shape, floatX *out, floatX *lse,
+                       const struct attention_inputs *inputs);
+/* dq, dk, dv with one row stride, overwritten; dsinks (heads) added to, or NULL. The scores are computed
+ * anew. */
+void attention_backward(struct context *context, const struct attention_shape *shape, floatX *dq, floatX *dk,
+                        floatX *dv, int stride, floatX *dsinks, const floatX *dout, const floatX *out,
+                        const floatX *lse, const struct attention_inputs *inputs);
+
+/* ---- router ------------------------------------------------------------------------------------------ */
+
+/* What the router decided for T tokens; the caller's arrays. */
+struct route {
+    floatX *logits;      /* (T, E), with the noise of noisy top-k */
+    int *ids;            /* (T, K) chosen experts, largest logit first; the lower index wins a tie */
+    floatX *weights;     /* (T, K) 0 where dropped */
+    unsigned char *kept; /* (T, K) 0: dropped, over the expert's capacity */
+};
+/* Where the tokens stand in the batch, so that noise is the same whatever rank computes it. */
+struct route_key {
+    uint64_t seed;
+    int64_t step;
+    int layer;
+    int64_t first_token; /* global index of the first of the T tokens */
+};
+/* Noisy top-k (Shazeer et al. 2017, eq. 4): logits += ε · softplus(noise), ε normal, keyed by token. */
+void noise_forward(struct context *context, floatX *logits, const floatX *noise, struct route_key key,
+                   int tokens, int experts);
+/* dnoise (T, E) from dlogits (T, E) */
+void noise_backward(struct context *context, floatX *dnoise, const floatX *dlogits, const floatX *noise,
+                    struct route_key key, int tokens, int experts);
+/* ids, weights, kept from route->logits. Capacity, where the model has one, is counted per sequence (so that
+   it does not depend on micro-batches or ranks): an expert takes at most ceil(factor · S · K / E) copies of a
+   sequence, first choices before second ones, earlier tokens before later ones (GShard, Lepikhin et al.
+   2020). */
+void route_forward(struct context *context, const struct model *model, struct route *route, int sequences,
+                   int seq_len);
+/* dlogits (T, E), overwritten, from dweights (T, K) and the two auxiliary losses, which count aux_scale and
+   z_scale times their sums below. */
+void route_backward(struct context *context, const struct model *model, floatX *dlogits,
+                    const floatX *dweights, const struct route *route, int sequences, int seq_len,
+                    double aux_scale, double z_scale);
+/* Sums over sequences and tokens, not yet scaled.
+   aux: Σ over sequences of E · Σₑ fₑ Pₑ, with fₑ the sequence's copies chosen for e ÷ S and Pₑ the mean of
+   the softmax over all experts (Switch, Fedus et al. 2021, eq. 4; scaled as HuggingFace does: K when
+   balanced). Per sequence, so that it is the same for every layout and number of micro-batches. Dropped
+   copies count. z: Σ over tokens of (log Σ exp logits)² (ST-MoE, Zoph et al. 2022, eq. 5). */
+struct route_losses {
+    double aux, z;
+};
+struct route_losses route_losses(const struct model *model, const struct route *route, int sequences,
+                                 int seq_len);
+/* The step's loss adds aux_loss · mean over sequences and MoE layers, z_loss · mean over tokens and MoE
+ * layers. */
+double route_aux_scale(const struct model *model, int64_t batch_sequences);
+double route_z_scale(const struct model *model, int64_t batch_tokens);
+/* Smallest gap between a token's last chosen logit and the best one left out: below the precision, two
+   correct programs may choose differently. Infinite when K = E. */
+double route_margin(const struct model *model, const struct route *route, int tokens);
+
+/* ---- experts ----------------------------------------------------------------------------------------- */
+
+/* act (rows, D) from gate_up (rows, 2 D), gate first: silu(gate) · up, or GPT-OSS's clamped form
+   (up + 1) · gate · sigmoid(1.702 gate) with gate ≤ 7 and −7 ≤ up ≤ 7. */
+void activation_forward(struct context *context, floatX *act, const floatX *gate_up, int rows, int width,
+                        enum activation_function kind);
+/* dgate_up (rows, 2 D), overwritten; may be gate_up itself. */
+void activation_backward(struct context *context, floatX *dgate_up, const floatX *dact, const floatX *gate_up,
+                         int rows, int width, enum activation_function kind);
+
+/* Copies grouped by expert. order lists, expert by expert, the copies t · K + k that were kept. */
+struct permutation {
+    int *order;  /* (copies) */
+    int *counts; /* (E) */
+    int copies;
+};
+struct permutation permutation_new(struct context *context, const struct route *route, int tokens, int top_k,
+                                   int experts); /* arrays in scratch */
+
+/* ---- output head ------------------------------------------------------------------------------------- */
+
+/* Cross-entropy of x (T, H) Wᵀ against targets (T), W (V, H). Logits live for a chunk of tokens only. */
+/* Σ of losses; lse (T) kept for the backward pass. */
+double head_forward(struct context *context, floatX *lse, const floatX *x, const floatX *weight,
+                    const int *targets, int tokens, int hidden, int vocab);
+/* dx (T, H) overwritten, of scale · Σ of losses */
+void head_backward_input(struct context *context, floatX *dx, const floatX *lse, const floatX *x,
+                         const floatX *weight, const int *targets, int tokens, int hidden, int vocab,
+                         double scale);
+void head_backward_weight(struct context *context, floatX *dweight, const floatX *lse, const floatX *x,
+                          const floatX *weight, const int *targets, int tokens, int hidden, int vocab,
+                          double scale);
+/* All three with the logits made once: for whoever runs the head's forward and backward at one go. */
+double head_forward_backward(struct context *context, floatX *dx, floatX *dweight, const floatX *x,
+                             const floatX *weight, const int *targets, int tokens, int hidden, int vocab,
+                             double scale);
+/* logits (T, V), for inspection only */
+void head_logits(struct context *context, floatX *logits, const floatX *x, const floatX *weight, int tokens,
+                 int hidden, int vocab);
+
+/* ---- optimizer --------------------------------------------------------------------------------------- */
+
+struct optimizer {
+    double learning_rate, final_learning_rate;
+    int64_t warmup_steps, steps; /* linear warm-up, then a cosine down to the final rate at `steps` */
+    double beta1, beta2, epsilon, weight_decay;
+    double clip; /* largest norm of the whole gradient; 0: none */
+};
+struct optimizer optimizer_default(void);
+double optimizer_rate(const struct optimizer *optimizer, int64_t step); /* step counts from 0 */
+double sum_of_squares(const floatX *x, size_t count);                   /* in double, fixed order */
+/* What to multiply gradients by so that their norm is at most clip. */
+double clip_scale(const struct optimizer *optimizer, double squares);
+/* One AdamW step (Loshchilov & Hutter 2019) of parameters whose gradient is scale · gradients; decay: whether
+   weight decay applies. */
+void adamw(struct context *context, const struct optimizer *optimizer, int64_t step, double scale, bool decay,
+           floatX *values, const floatX *gradients, floatX *moment1, floatX *moment2, size_t count);
+/* The same with both moments in BF16, rounded stochastically (keyed by element) so that small updates
+   are not lost. key: any number that differs between steps and parameters. */
+void adamw_bf16(struct context *context, const struct optimizer *optimizer, int64_t step, double scale,
+                bool decay, floatX *values, const floatX *gradients, uint16_t *moment1, uint16_t *moment2,
+                size_t count, uint64_t key);
+uint16_t bf16_from_float(float value); /* to nearest, ties to even */
+float bf16_to_float(uint16_t bits);
+
+#endif

@@ -1,0 +1,257 @@
+/*
+Router: from logits to experts and weights, and back; auxiliary losses; capacity; the noise of noisy top-k.
+
+All rules of choosing end in one of two weights: the softmax over all experts at the chosen ones, or the
+softmax over the chosen ones alone. (Dividing the first by its sum is the second.) Auxiliary losses are always
+of the softmax over all experts. The weights are computed anew in the backward pass, so only logits are kept.
+*/
+#include "train/layers.h"
+#include "train/vector_math.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { TOKENS_A_TASK = 64 };
+
+static bool weights_of_chosen_only(const struct model *model) {
+    return model->moe.router != ROUTER_SOFTMAX_TOPK || model->moe.renormalise;
+}
+
+/* p (E) = softmax of logits; returns log Σ exp. */
+static floatX softmax(floatX *p, const floatX *logits, int count) {
+    floatX most = largest(logits, count), sum = exponentials(p, logits, count, 1, most);
+    for (int e = 0; e < count; e++) p[e] /= sum;
+    return most + (floatX)log(sum);
+}
+
+/* The weights of one token before dropping, from its logits and choice. p (E) is overwritten. */
+static void weights_of_token(const struct model *model, floatX *weights, floatX *p, const floatX *logits,
+                             const int *ids) {
+    int top_k = model->moe.top_k;
+    if (weights_of_chosen_only(model)) {
+        floatX chosen[top_k];
+        for (int k = 0; k < top_k; k++) chosen[k] = logits[ids[k]];
+        softmax(weights, chosen, top_k);
+    } else {
+        softmax(p, logits, model->moe.experts);
+        for (int k = 0; k < top_k; k++) weights[k] = p[ids[k]];
+    }
+}
+
+/* ---- choosing ---------------------------------------------------------------------------------------- */
+
+/* Insertion into a list of the K best: K is small. */
+static void choose(int *ids, const floatX *logits, int experts, int top_k) {
+    int have = 0;
+    for (int e = 0; e < experts; e++) {
+        if (have == top_k && !(logits[e] > logits[ids[have - 1]])) continue;
+        int at = have < top_k ? have++ : top_k - 1;
+        for (; at > 0 && logits[e] > logits[ids[at - 1]]; at--) ids[at] = ids[at - 1];
+        ids[at] = e;
+    }
+}
+
+struct routing {
+    const struct model *model;
+    struct route *route;
+    int tokens, seq_len;
+    floatX *dlogits;
+    const floatX *dweights;
+    double aux_scale, z_scale;
+    const struct route *chosen;
+};
+
+static int routing_end(const struct routing *r, int task) {
+    int end = (task + 1) * TOKENS_A_TASK;
+    return end < r->tokens ? end : r->tokens;
+}
+
+static void route_tokens(void *context, int task) {
+    const struct routing *r = context;
+    int experts = r->model->moe.experts, top_k = r->model->moe.top_k;
+    floatX p[experts];
+    for (int t = task * TOKENS_A_TASK; t < routing_end(r, task); t++) {
+        const floatX *logits = r->route->logits + (size_t)t * experts;
+        int *ids = r->route->ids + (size_t)t * top_k;
+        choose(ids, logits, experts, top_k);
+        weights_of_token(r->model, r->route->weights + (size_t)t * top_k, p, logits, ids);
+    }
+}
+
+/* Marks the copies of one sequence that exceed their expert's capacity as dropped. */
+static void drop_sequence(const struct model *model, struct route *route, int first_token, int seq_len) {
+    int experts = model->moe.experts, top_k = model->moe.top_k;
+    int capacity = (int)ceil(model->moe.capacity_factor * seq_len * top_k / experts);
+    int used[experts];
+    memset(used, 0, sizeof used);
+    for (int k = 0; k < top_k; k++)
+        for (int t = first_token; t < first_token + seq_len; t++) {
+            size_t copy = (size_t)t * top_k + k;
+            if (++used[route->ids[copy]] <= capacity) continue;
+            route->kept[copy] = 0;
+            route->weights[copy] = 0;
+        }
+}
+
+void route_forward(struct context *context, const struct model *model, struct route *route, int sequences,
+                   int seq_len) {
+    int tokens = sequences * seq_len;
+    struct routing routing = {.model = model, .route = route, .tokens = tokens, .seq_len = seq_len};
+    workers_run(context->workers, (tokens + TOKENS_A_TASK - 1) / TOKENS_A_TASK, route_tokens, &routing);
+    memset(route->kept, 1, (size_t)tokens * model->moe.top_k);
+    if (model->moe.capacity_factor > 0)
+        for (int s = 0; s < sequences; s++) drop_sequence(model, route, s * seq_len, seq_len);
+}
+
+/* ---- auxiliary losses -------------------------------------------------------------------------------- */
+
+static int moe_layers(const struct model *model) {
+    int count = 0;
+    for (int layer = 0; layer < model->layers; layer++) count += model_layer_is_moe(model, layer);
+    return count;
+}
+
+double route_aux_scale(const struct model *model, int64_t batch_sequences) {
+    int layers = moe_layers(model);
+    return layers ? model->moe.aux_loss / ((double)batch_sequences * layers) : 0;
+}
+
+double route_z_scale(const struct model *model, int64_t batch_tokens) {
+    int layers = moe_layers(model);
+    return layers ? model->moe.z_loss / ((double)batch_tokens * layers) : 0;
+}
+
+/* fractions (E): how often a sequence chose each expert, per token */
+static void chosen_fractions(floatX *fractions, const struct model *model, const struct route *route,
+                             int first_token, int seq_len) {
+    int experts = model->moe.experts, top_k = model->moe.top_k;
+    memset(fractions, 0, (size_t)experts * sizeof *fractions);
+    for (size_t copy = (size_t)first_token * top_k; copy < (size_t)(first_token + seq_len) * top_k; copy++)
+        fractions[route->ids[copy]] += 1;
+    for (int e = 0; e < experts; e++) fractions[e] /= seq_len;
+}
+
+struct route_losses route_losses(const struct model *model, const struct route *route, int sequences,
+                                 int seq_len) {
+    int experts = model->moe.experts;
+    struct route_losses losses = {0, 0};
+    floatX p[experts], fractions[experts];
+    for (int s = 0; s < sequences; s++) {
+        double sum = 0;
+        chosen_fractions(fractions, model, route, s * seq_len, seq_len);
+        for (int t = s * seq_len; t < (s + 1) * seq_len; t++) {
+            floatX lse = softmax(p, route->logits + (size_t)t * experts, experts);
+            sum += vector_dot(fractions, p, experts);
+            losses.z += (double)lse * lse;
+        }
+        losses.aux += experts * sum / seq_len;
+    }
+    return losses;
+}
+
+double route_margin(const struct model *model, const struct route *route, int tokens) {
+    int experts = model->moe.experts, top_k = model->moe.top_k;
+    double margin = INFINITY;
+    for (int t = 0; t < tokens; t++) {
+        const floatX *logits = route->logits + (size_t)t * experts;
+        const int *ids = route->ids + (size_t)t * top_k;
+        for (int e = 0; e < experts; e++) {
+            bool chosen = false;
+            for (int k = 0; k < top_k; k++) chosen |= ids[k] == e;
+            double gap = (double)logits[ids[top_k - 1]] - logits[e];
+            if (!chosen && gap < margin) margin = gap;
+        }
+    }
+    return margin;
+}
+
+/* ---- backward ---------------------------------------------------------------------------------------- */
+
+/* dlogits += p · (g − Σ g p): through a softmax over all experts. */
+static void softmax_backward(floatX *dlogits, const floatX *p, const floatX *g, int count) {
+    floatX mean = vector_dot(g, p, count);
+    for (int e = 0; e < count; e++) dlogits[e] += p[e] * (g[e] - mean);
+}
+
+static void route_backward_token(const struct routing *r, int t, floatX *dlogits, const floatX *fractions) {
+    const struct model *model = r->model;
+    int experts = model->moe.experts, top_k = model->moe.top_k;
+    const floatX *logits = r->chosen->logits + (size_t)t * experts;
+    const int *ids = r->chosen->ids + (size_t)t * top_k;
+    const unsigned char *kept = r->chosen->kept + (size_t)t * top_k;
+    const floatX *dweights = r->dweights + (size_t)t * top_k;
+    floatX p[experts], g[experts], weights[top_k], mean = 0;
+    floatX lse = softmax(p, logits, experts), all = (floatX)(r->aux_scale * experts / r->seq_len);
+    bool chosen_only = weights_of_chosen_only(model);
+    for (int e = 0; e < experts; e++) {
+        g[e] = all * fractions[e];
+        dlogits[e] = (floatX)(2 * r->z_scale) * lse * p[e];
+    }
+    if (chosen_only) weights_of_token(model, weights, p, logits, ids);
+    for (int k = 0; k < top_k; k++) {
+        floatX d = kept[k] ? dweights[k] : 0;
+        if (chosen_only)
+            mean += d * weights[k];
+        else
+            g[ids[k]] += d;
+    }
+    for (int k = 0; chosen_only && k < top_k; k++)
+        dlogits[ids[k]] += weights[k] * ((kept[k] ? dweights[k] : 0) - mean);
+    softmax_backward(dlogits, p, g, experts);
+}
+
+static void route_backward_sequence(void *context, int s) {
+    const struct routing *r = context;
+    int experts = r->model->moe.experts;
+    floatX fractions[experts];
+    chosen_fractions(fractions, r->model, r->chosen, s * r->seq_len, r->seq_len);
+    for (int t = s * r->seq_len; t < (s + 1) * r->seq_len; t++)
+        route_backward_token(r, t, r->dlogits + (size_t)t * experts, fractions);
+}
+
+void route_backward(struct context *context, const struct model *model, floatX *dlogits,
+                    const floatX *dweights, const struct route *route, int sequences, int seq_len,
+                    double aux_scale, double z_scale) {
+    struct routing routing = {.model = model,
+                              .tokens = sequences * seq_len,
+                              .seq_len = seq_len,
+                              .dlogits = dlogits,
+                              .dweights = dweights,
+                              .aux_scale = aux_scale,
+                              .z_scale = z_scale,
+                              .chosen = route};
+    workers_run(context->workers, sequences, route_backward_sequence, &routing);
+}
+
+/* ---- noise ------------------------------------------------------------------------------------------- */
+
+static struct rng token_rng(struct route_key key, int64_t token) {
+    uint64_t parts[] = {key.seed, (uint64_t)key.step, (uint64_t)key.layer, (uint64_t)token}, mixed = 0;
+    for (size_t i = 0; i < COUNT(parts); i++) {
+        struct rng rng = rng_seed(mixed ^ parts[i]);
+        mixed = rng_next(&rng);
+    }
+    return rng_seed(mixed);
+}
+
+void noise_forward(struct context *context, floatX *logits, const floatX *noise, struct route_key key,
+                   int tokens, int experts) {
+    (void)context;
+    for (int t = 0; t < tokens; t++) {
+        struct rng rng = token_rng(key, key.first_token + t);
+        for (size_t i = (size_t)t * experts; i < (size_t)(t + 1) * experts; i++) {
+            double softplus = noise[i] > 30 ? (double)noise[i] : log1p(exp((double)noise[i]));
+            logits[i] += (floatX)(rng_normal(&rng) * softplus);
+        }
+    }
+}
+
+void noise_backward(struct context *context, floatX *dnoise, const floatX *dlogits, const floatX *noise,
+                    struct route_key key, int tokens, int experts) {
+    (void)context;
+    for (int t = 0; t < tokens; t++) {
+        struct rng rng = token_rng(key, key.first_token + t);
+        for (size_t i = (size_t)t * experts; i < (size_t)(t + 1) * experts; i++)
+            dnoise[i] = (floatX)(dlogits[i] * rng_normal(&rng) / (1 + exp(-(double)noise[i])));
+    }
+}
