@@ -22,10 +22,11 @@ struct building {
 /* Adds a tensor if it is kept; suffix is its name below its layer or expert. */
 static void add(struct building *b, struct parameter parameter, const char *suffix) {
     struct parameters *list = b->parameters;
-    parameter.name = parameter.layer < 0    ? arena_strdup(b->arena, suffix)
-                     : parameter.expert < 0 ? arena_printf(b->arena, "model.layers.%d.%s", parameter.layer, suffix)
-                                            : arena_printf(b->arena, "model.layers.%d.mlp.experts.%d.%s",
-                                                           parameter.layer, parameter.expert, suffix);
+    parameter.name = parameter.layer < 0 ? arena_strdup(b->arena, suffix)
+                     : parameter.expert < 0
+                         ? arena_printf(b->arena, "model.layers.%d.%s", parameter.layer, suffix)
+                         : arena_printf(b->arena, "model.layers.%d.mlp.experts.%d.%s", parameter.layer,
+                                        parameter.expert, suffix);
     parameter.count = (size_t)parameter.rows * parameter.columns;
     if (b->keep && !b->keep(b->context, &parameter)) return;
     if (list->count == b->capacity) {
@@ -119,7 +120,8 @@ static void feed_forward(struct building *b, const struct model *model, int laye
 }
 
 struct parameters parameters_new(struct arena *arena, const struct model *model,
-                                 bool (*keep)(void *context, const struct parameter *parameter), void *context) {
+                                 bool (*keep)(void *context, const struct parameter *parameter),
+                                 void *context) {
     struct parameters parameters = {.model = model};
     struct building b = {arena, &parameters, keep, context, 0};
     struct parameter end = {.owner = OWNER_EMBEDDING, .layer = -1, .expert = -1};

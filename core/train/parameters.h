@@ -4,12 +4,12 @@ A model's parameters by the names HuggingFace gives them, and where they lie in 
 Concepts
 - A parameter list says which tensors there are, in a fixed order, each with its place in one array of
   floatX. Values, gradients and optimizer moments are arrays of that one layout.
-- A rank that holds part of a model makes a list with only what it keeps; names identify parameters between ranks,
-  in checkpoints and for initialisation, which depends on the seed and the name alone.
+- A rank that holds part of a model makes a list with only what it keeps; names identify parameters between
+ranks, in checkpoints and for initialisation, which depends on the seed and the name alone.
 - Tensors that are multiplied together follow one another: q, k and v projections, an expert's gate and up
   projections, and their biases, are one matrix each to the layers. So keep all or none of a component.
-- Every expert's tensors are parameters of their own (`model.layers.3.mlp.experts.7.up_proj.weight`) whichever way a
-  checkpoint packs them.
+- Every expert's tensors are parameters of their own (`model.layers.3.mlp.experts.7.up_proj.weight`) whichever
+way a checkpoint packs them.
 */
 #ifndef TRAIN_PARAMETERS_H
 #define TRAIN_PARAMETERS_H
@@ -45,7 +45,8 @@ struct parameters {
 
 /* Those for which keep(context, parameter) is true; all when keep is NULL. model must outlive the list. */
 struct parameters parameters_new(struct arena *arena, const struct model *model,
-                                 bool (*keep)(void *context, const struct parameter *parameter), void *context);
+                                 bool (*keep)(void *context, const struct parameter *parameter),
+                                 void *context);
 const struct parameter *parameters_find(const struct parameters *parameters, const char *name); /* or NULL */
 void parameters_initialise(const struct parameters *parameters, floatX *values, uint64_t seed);
 
@@ -53,12 +54,12 @@ void parameters_initialise(const struct parameters *parameters, floatX *values, 
 
 /* Pointers into an array of the list's layout: values, or gradients. NULL where there is none. */
 struct attention_tensors {
-    floatX *input_norm;        /* (H) */
-    floatX *qkv, *qkv_bias;    /* ((heads + 2 kv_heads) head_dim, H) */
-    floatX *q_norm, *k_norm;   /* (head_dim) */
-    floatX *sinks;             /* (heads) */
-    floatX *out, *out_bias;    /* (H, heads head_dim) */
-    floatX *ffn_norm;          /* (H) */
+    floatX *input_norm;                   /* (H) */
+    floatX *qkv, *qkv_bias;               /* ((heads + 2 kv_heads) head_dim, H) */
+    floatX *q_norm, *k_norm;              /* (head_dim) */
+    floatX *sinks;                        /* (heads) */
+    floatX *out, *out_bias;               /* (H, heads head_dim) */
+    floatX *ffn_norm;                     /* (H) */
     floatX *router, *router_bias, *noise; /* (E, H), (E), (E, H) */
 };
 struct ffn_tensors {
@@ -75,9 +76,9 @@ floatX *head_tensor(const struct parameters *parameters, floatX *array);
 
 /* ---- import ------------------------------------------------------------------------------------------ */
 
-/* Fills values from safetensors files of Qwen3-MoE, GPT-OSS or DeepSeek-MoE, by their own names. What is missing, of
-   another shape or not understood is an error that names file and tensor. */
-bool parameters_import(const struct parameters *parameters, floatX *values, const char *const *files, int file_count,
-                       struct errors *errors);
+/* Fills values from safetensors files of Qwen3-MoE, GPT-OSS or DeepSeek-MoE, by their own names. What is
+   missing, of another shape or not understood is an error that names file and tensor. */
+bool parameters_import(const struct parameters *parameters, floatX *values, const char *const *files,
+                       int file_count, struct errors *errors);
 
 #endif

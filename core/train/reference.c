@@ -1,9 +1,9 @@
 /*
 The single-process training step.
 
-Read it from the bottom: a batch is a few sequences at a time through embedding, layers and head, then back. A layer
-is attention and a feed-forward part; backward functions stand below their forward ones and undo them line by line.
-Every activation is kept: memory is not the point here.
+Read it from the bottom: a batch is a few sequences at a time through embedding, layers and head, then back. A
+layer is attention and a feed-forward part; backward functions stand below their forward ones and undo them
+line by line. Every activation is kept: memory is not the point here.
 */
 #include "train/reference.h"
 
@@ -12,20 +12,21 @@ Every activation is kept: memory is not the point here.
 #include <stdlib.h>
 #include <string.h>
 
-/* What one layer keeps for its backward pass. T tokens, H hidden, E experts, K copies a token, D expert width. */
+/* What one layer keeps for its backward pass. T tokens, H hidden, E experts, K copies a token, D expert
+ * width. */
 struct kept {
-    floatX *input;                 /* (T, H) */
-    floatX *normed;                /* (T, H) into the projections */
-    floatX *qkv;                   /* (T, heads + 2 kv_heads, head_dim) as projected */
-    floatX *qk;                    /* (T, heads + kv_heads, head_dim) normalised and rotated */
-    floatX *attended, *lse;        /* (T, heads, head_dim), (T, heads) */
-    floatX *middle;                /* (T, H) after attention */
-    floatX *ffn_normed;            /* (T, H) into router and experts */
-    floatX *noise;                 /* (T, E) or NULL */
+    floatX *input;          /* (T, H) */
+    floatX *normed;         /* (T, H) into the projections */
+    floatX *qkv;            /* (T, heads + 2 kv_heads, head_dim) as projected */
+    floatX *qk;             /* (T, heads + kv_heads, head_dim) normalised and rotated */
+    floatX *attended, *lse; /* (T, heads, head_dim), (T, heads) */
+    floatX *middle;         /* (T, H) after attention */
+    floatX *ffn_normed;     /* (T, H) into router and experts */
+    floatX *noise;          /* (T, E) or NULL */
     struct route route;
-    int *order, *counts, *row_of;  /* copies in expert order; rows an expert; a copy's row, −1 dropped */
+    int *order, *counts, *row_of; /* copies in expert order; rows an expert; a copy's row, −1 dropped */
     int copies;
-    floatX *rows, *gate_up, *act;  /* (copies, H), (copies, 2 D), (copies, D) */
+    floatX *rows, *gate_up, *act;        /* (copies, H), (copies, 2 D), (copies, D) */
     floatX *shared_gate_up, *shared_act; /* (T, 2 D'), (T, D'): shared experts or dense FFN; NULL without */
 };
 
@@ -76,8 +77,8 @@ static enum activation_function expert_activation(const struct model *model) {
 
 static struct attention_shape attention_shape(const struct part *part, int layer) {
     const struct model *model = part->model;
-    return (struct attention_shape){part->sequences,          part->reference->seq_len,
-                                    model->attention.heads,   model->attention.kv_heads,
+    return (struct attention_shape){part->sequences,           part->reference->seq_len,
+                                    model->attention.heads,    model->attention.kv_heads,
                                     model->attention.head_dim, model_layer_window(model, layer)};
 }
 
@@ -107,7 +108,8 @@ static void attention_layer_forward(const struct part *part, int layer) {
     rotate_forward(context, &shape, &part->memory->rope, kept->qk, rotated_width(model), kept->qkv,
                    qkv_width(model), w->q_norm, w->k_norm, model->norm_eps);
     attention_forward(context, &shape, kept->attended, kept->lse, &inputs);
-    linear_forward(context, kept->middle, kept->attended, w->out, w->out_bias, tokens, query_width(model), hidden);
+    linear_forward(context, kept->middle, kept->attended, w->out, w->out_bias, tokens, query_width(model),
+                   hidden);
     vector_add(context, kept->middle, kept->input, (size_t)tokens * hidden);
 }
 
@@ -173,7 +175,8 @@ static void router_backward(const struct part *part, int layer, floatX *dnormed,
     route_backward(context, model, dlogits, dweights, &kept->route, part->sequences, part->reference->seq_len,
                    part->aux_scale, part->z_scale);
     linear_backward_input(context, through, dlogits, w->router, tokens, hidden, experts);
-    linear_backward_weight(context, g->router, g->router_bias, dlogits, kept->ffn_normed, tokens, hidden, experts);
+    linear_backward_weight(context, g->router, g->router_bias, dlogits, kept->ffn_normed, tokens, hidden,
+                           experts);
     vector_add(context, dnormed, through, (size_t)tokens * hidden);
     if (w->noise) {
         noise_backward(context, dlogits, dlogits, kept->noise, layer_key(part, layer), tokens, experts);
@@ -202,7 +205,8 @@ static int movement_end(int task, int rows) {
 static void gather_rows(void *context, int task) {
     const struct movement *m = context;
     for (int row = task * ROWS_A_TASK; row < movement_end(task, m->kept->copies); row++)
-        memcpy(m->to + (size_t)row * m->hidden, m->from + (size_t)(m->kept->order[row] / m->top_k) * m->hidden,
+        memcpy(m->to + (size_t)row * m->hidden,
+               m->from + (size_t)(m->kept->order[row] / m->top_k) * m->hidden,
                (size_t)m->hidden * sizeof *m->to);
 }
 
@@ -221,15 +225,16 @@ static void combine_tokens(void *context, int task) {
 /* rows (copies, H) = each copy's token's row of from (T, H) */
 static void gather(const struct part *part, const struct kept *kept, floatX *rows, const floatX *from) {
     struct movement m = {kept, part->tokens, part->model->moe.top_k, part->model->hidden, from, NULL, rows};
-    workers_run(part->reference->context.workers, (kept->copies + ROWS_A_TASK - 1) / ROWS_A_TASK, gather_rows, &m);
+    workers_run(part->reference->context.workers, (kept->copies + ROWS_A_TASK - 1) / ROWS_A_TASK, gather_rows,
+                &m);
 }
 
 /* to (T, H) += each token's copies' rows (copies, H), weighted when weights is not NULL */
 static void combine(const struct part *part, const struct kept *kept, floatX *to, const floatX *rows,
                     const floatX *weights) {
     struct movement m = {kept, part->tokens, part->model->moe.top_k, part->model->hidden, rows, weights, to};
-    workers_run(part->reference->context.workers, (part->tokens + ROWS_A_TASK - 1) / ROWS_A_TASK, combine_tokens,
-                &m);
+    workers_run(part->reference->context.workers, (part->tokens + ROWS_A_TASK - 1) / ROWS_A_TASK,
+                combine_tokens, &m);
 }
 
 static void order_copies(const struct part *part, struct kept *kept) {
@@ -276,8 +281,9 @@ static void experts_forward(const struct part *part, int layer, floatX *output) 
     scratch_release(context, out);
 }
 
-/* With y = expert's output and d = the gradient of the layer's output: dweight = d · y = (d W_down) · act + d · bias,
-   so y need not be kept; then d and d W_down become the gradients of y and act by the copy's weight. */
+/* With y = expert's output and d = the gradient of the layer's output: dweight = d · y = (d W_down) · act + d
+   · bias, so y need not be kept; then d and d W_down become the gradients of y and act by the copy's weight.
+ */
 struct weighting {
     const struct kept *kept;
     floatX *d, *dact, *dweights, *const *biases;
@@ -305,7 +311,8 @@ static void experts_backward(const struct part *part, int layer, floatX *dnormed
     const struct model *model = part->model;
     struct context *context = &part->reference->context;
     struct kept *kept = &part->memory->kept[layer];
-    const struct expert_tables *w = &part->memory->experts[layer], *g = &part->memory->expert_gradients[layer];
+    const struct expert_tables *w = &part->memory->experts[layer],
+                               *g = &part->memory->expert_gradients[layer];
     int hidden = model->hidden, width = model->moe.expert_hidden, copies = kept->copies;
     struct groups gate_up = gate_up_groups(model, kept, w), down = down_groups(model, kept, w);
     struct groups dgate_up = gate_up_groups(model, kept, g), ddown = down_groups(model, kept, g);
@@ -335,7 +342,8 @@ static void shared_forward(const struct part *part, int layer, floatX *output) {
     int hidden = model->hidden, width = shared_width(model, layer), tokens = part->tokens;
     if (!width) return;
     floatX *out = scratch_floats(context, (size_t)tokens * hidden);
-    linear_forward(context, kept->shared_gate_up, kept->ffn_normed, w->gate_up, NULL, tokens, hidden, 2 * width);
+    linear_forward(context, kept->shared_gate_up, kept->ffn_normed, w->gate_up, NULL, tokens, hidden,
+                   2 * width);
     activation_forward(context, kept->shared_act, kept->shared_gate_up, tokens, width, ACTIVATION_SWIGLU);
     linear_forward(context, out, kept->shared_act, w->down, NULL, tokens, width, hidden);
     vector_add(context, output, out, (size_t)tokens * hidden);
@@ -394,7 +402,8 @@ static void layer_backward(const struct part *part, int layer, floatX *d) {
         router_backward(part, layer, dnormed, dweights);
     }
     rmsnorm_backward(context, d, part->memory->attention_gradient[layer].ffn_norm, dnormed, kept->middle,
-                     part->memory->attention[layer].ffn_norm, part->tokens, model->hidden, model->norm_eps, true);
+                     part->memory->attention[layer].ffn_norm, part->tokens, model->hidden, model->norm_eps,
+                     true);
     scratch_release(context, dnormed);
     attention_layer_backward(part, layer, d);
 }
@@ -423,8 +432,8 @@ static void part_forward(const struct part *part, const int *inputs, struct step
     struct reference *reference = part->reference;
     struct context *context = &reference->context;
     embedding_forward(context, part->memory->kept[0].input,
-                      tensor_at(&reference->parameters, reference->values, "model.embed_tokens.weight"), inputs,
-                      part->tokens, model->hidden);
+                      tensor_at(&reference->parameters, reference->values, "model.embed_tokens.weight"),
+                      inputs, part->tokens, model->hidden);
     for (int layer = 0; layer < model->layers; layer++) {
         layer_forward(part, layer, layer_output(part, layer));
         if (model_layer_is_moe(model, layer)) add_route_losses(part, layer, losses);
@@ -442,12 +451,12 @@ static double part_backward(const struct part *part, const int *inputs, const in
     const struct parameters *parameters = &reference->parameters;
     floatX *values = reference->values, *gradients = reference->gradients;
     floatX *d = scratch_floats(context, (size_t)part->tokens * model->hidden);
-    double loss = head_forward_backward(context, d, head_tensor(parameters, gradients), part->memory->final_normed,
-                                        head_tensor(parameters, values), targets, part->tokens, model->hidden,
-                                        model->vocab, scale);
-    rmsnorm_backward(context, d, tensor_at(parameters, gradients, "model.norm.weight"), d, part->memory->output,
-                     tensor_at(parameters, values, "model.norm.weight"), part->tokens, model->hidden,
-                     model->norm_eps, false);
+    double loss = head_forward_backward(context, d, head_tensor(parameters, gradients),
+                                        part->memory->final_normed, head_tensor(parameters, values), targets,
+                                        part->tokens, model->hidden, model->vocab, scale);
+    rmsnorm_backward(context, d, tensor_at(parameters, gradients, "model.norm.weight"), d,
+                     part->memory->output, tensor_at(parameters, values, "model.norm.weight"), part->tokens,
+                     model->hidden, model->norm_eps, false);
     for (int layer = model->layers - 1; layer >= 0; layer--) layer_backward(part, layer, d);
     embedding_backward(context, tensor_at(parameters, gradients, "model.embed_tokens.weight"), d, inputs,
                        part->tokens, model->hidden);
@@ -497,14 +506,14 @@ static struct step_losses run_batch(struct reference *reference, const struct ba
         part.z_scale = route_z_scale(model, (int64_t)batch->sequences * seq_len);
         split_tokens(batch->tokens + (size_t)first * (seq_len + 1), part.sequences, seq_len, inputs, targets);
         part_forward(&part, inputs, &losses);
-        floatX *lse = scratch_floats(context, (size_t)part.tokens), *output = head_tensor(&reference->parameters,
-                                                                                         reference->values);
+        floatX *lse = scratch_floats(context, (size_t)part.tokens),
+               *output = head_tensor(&reference->parameters, reference->values);
         losses.cross_entropy += backward ? part_backward(&part, inputs, targets, 1 / tokens)
-                                         : head_forward(context, lse, part.memory->final_normed, output, targets,
-                                                        part.tokens, model->hidden, model->vocab);
+                                         : head_forward(context, lse, part.memory->final_normed, output,
+                                                        targets, part.tokens, model->hidden, model->vocab);
         if (logits)
-            head_logits(context, logits + (size_t)first * seq_len * model->vocab, part.memory->final_normed, output,
-                        part.tokens, model->hidden, model->vocab);
+            head_logits(context, logits + (size_t)first * seq_len * model->vocab, part.memory->final_normed,
+                        output, part.tokens, model->hidden, model->vocab);
         scratch_release(context, lse);
     }
     scratch_release(context, inputs);
@@ -535,8 +544,8 @@ struct step_losses reference_step(struct reference *reference, const struct batc
     for (int i = 0; i < parameters->count; i++) {
         const struct parameter *p = &parameters->list[i];
         adamw(&reference->context, optimizer, batch->step, scale, p->decay, reference->values + p->offset,
-              reference->gradients + p->offset, reference->moment1 + p->offset, reference->moment2 + p->offset,
-              p->count);
+              reference->gradients + p->offset, reference->moment1 + p->offset,
+              reference->moment2 + p->offset, p->count);
     }
     return losses;
 }
@@ -563,7 +572,8 @@ static void make_route(struct arena *arena, struct kept *kept, const struct mode
     kept->act = floats(arena, copies, width);
 }
 
-static void make_kept(struct arena *arena, struct kept *kept, const struct model *model, int layer, size_t tokens) {
+static void make_kept(struct arena *arena, struct kept *kept, const struct model *model, int layer,
+                      size_t tokens) {
     size_t hidden = (size_t)model->hidden, shared = (size_t)shared_width(model, layer);
     kept->input = floats(arena, tokens, hidden);
     kept->normed = floats(arena, tokens, hidden);
@@ -582,11 +592,11 @@ static floatX **pointers(struct arena *arena, int count) {
     return arena_alloc(arena, (size_t)(count ? count : 1) * sizeof(floatX *));
 }
 
-static struct expert_tables expert_tables(struct arena *arena, const struct parameters *parameters, floatX *array,
-                                          int layer) {
+static struct expert_tables expert_tables(struct arena *arena, const struct parameters *parameters,
+                                          floatX *array, int layer) {
     int experts = model_layer_is_moe(parameters->model, layer) ? parameters->model->moe.experts : 0;
-    struct expert_tables tables = {pointers(arena, experts), pointers(arena, experts), pointers(arena, experts),
-                                   pointers(arena, experts)};
+    struct expert_tables tables = {pointers(arena, experts), pointers(arena, experts),
+                                   pointers(arena, experts), pointers(arena, experts)};
     for (int e = 0; e < experts; e++) {
         struct ffn_tensors t = ffn_tensors(parameters, array, layer, e);
         tables.gate_up[e] = t.gate_up;
@@ -603,7 +613,8 @@ static struct reference_memory *make_memory(struct arena *arena, struct referenc
     size_t layers = (size_t)model->layers, tokens = (size_t)reference->sequences_at_once * reference->seq_len;
     struct reference_memory *memory = arena_alloc(arena, sizeof *memory);
     memory->arena = arena;
-    memory->rope = rope_new(arena, reference->seq_len, model->attention.head_dim, model->attention.rope_theta);
+    memory->rope =
+        rope_new(arena, reference->seq_len, model->attention.head_dim, model->attention.rope_theta);
     memory->kept = arena_alloc(arena, layers * sizeof *memory->kept);
     memory->attention = arena_alloc(arena, layers * sizeof *memory->attention);
     memory->attention_gradient = arena_alloc(arena, layers * sizeof *memory->attention_gradient);
