@@ -332,13 +332,14 @@ static bool import_family(struct json value, int family, struct model *model) {
     return model_check(value, model);
 }
 
-/* A null counts as absent, except where absence has a default of its own and null means none: there 0 does. */
+/* A null counts as absent, except where absence has a default of its own and null means none: there 0 does.
+ */
 static void drop_nulls(cJSON *config) {
     for (cJSON *child = config->child, *next; child; child = next) {
         next = child->next;
         if (!cJSON_IsNull(child)) continue;
         if (strcmp(child->string, "sliding_window") == 0 || strcmp(child->string, "head_dim") == 0)
-            cJSON_ReplaceItemViaPointer(config, child, cJSON_CreateNumber(0));
+            child->type = cJSON_Number; /* its value is 0 already */
         else
             cJSON_Delete(cJSON_DetachItemViaPointer(config, child));
     }
