@@ -1,0 +1,658 @@
+/*
+Tests of core/model: manifests and what is wrong with them, accounting against loops that count one thing at a
+time, the sizes that the models' makers publish, and imports of their configurations.
+*/
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "model/model.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int cases(int count) {
+    const char *sample = getenv("DISAGMOE_SAMPLE");
+    int divisor = sample ? atoi(sample) : 1;
+    return divisor > 1 ? count / divisor + 1 : count;
+}
+
+struct bench {
+    struct arena *arena;
+    struct errors errors;
+};
+
+static int set_up(void **state) {
+    struct bench *bench = must_alloc(sizeof *bench);
+    bench->arena = arena_new();
+    *state = bench;
+    return 0;
+}
+
+static int tear_down(void **state) {
+    struct bench *bench = *state;
+    errors_free(&bench->errors);
+    arena_free(bench->arena);
+    free(bench);
+    return 0;
+}
+
+static void assert_errors(struct bench *bench, int count, const char *const *messages) {
+    for (int i = 0; i < count && i < bench->errors.count; i++)
+        assert_string_equal(bench->errors.messages[i], messages[i]);
+    assert_int_equal(bench->errors.count, count);
+    errors_free(&bench->errors);
+}
+
+#define ASSERT_ERRORS(bench, ...)                                                                            \
+    do {                                                                                                     \
+        const char *const messages_[] = {__VA_ARGS__};                                                       \
+        assert_errors(bench, COUNT(messages_), messages_);                                                   \
+    } while (0)
+
+static void assert_close(double found, double expected, double relative) {
+    if (fabs(found - expected) > relative * fabs(expected))
+        fail_msg("%.17g is not within %g of %.17g", found, relative, expected);
+}
+
+static struct model load(struct bench *bench, const char *file) {
+    struct model model;
+    struct json document = json_read_file(file, bench->arena, &bench->errors);
+    assert_non_null(document.node);
+    assert_true(model_read(document, &model));
+    assert_int_equal(bench->errors.count, 0);
+    cJSON_Delete(document.node);
+    return model;
+}
+
+static struct model released(struct bench *bench, const char *name) {
+    return load(bench, arena_printf(bench->arena, "experiments/models/%s-released.json", name));
+}
+
+/* ---- manifests --------------------------------------------------------------------------------------- */
+
+static const char *const NAMES[] = {"deepseek-moe-16b", "gpt-oss-120b", "qwen3-235b"};
+
+#define SMALL                                                                                                \
+    "\"name\": \"m\", \"layers\": 2, \"hidden\": 8, \"vocab\": 16,"                                          \
+    "\"attention\": {\"heads\": 4, \"kv_heads\": 2, \"head_dim\": 2},"                                       \
+    "\"moe\": {\"experts\": 4, \"top_k\": 2, \"expert_hidden\": 6}"
+
+static bool read_text(struct bench *bench, const char *text, struct model *model) {
+    struct json document = json_read_text(text, strlen(text), "m.json", bench->arena, &bench->errors);
+    if (!document.node) return false;
+    bool sound = model_read(document, model);
+    cJSON_Delete(document.node);
+    return sound;
+}
+
+static void left_out_means_plain(void **state) {
+    struct bench *bench = *state;
+    struct model model;
+    assert_true(read_text(bench, "{" SMALL "}", &model));
+    assert_true(model.norm_eps == 1e-6 && model.attention.rope_theta == 10000 && !model.tie_embeddings);
+    assert_true(!model.attention.qk_norm && !model.attention.bias && !model.attention.sinks);
+    assert_true(!model.attention.window && model.attention.window_layers == WINDOW_NONE);
+    assert_true(!model.moe.shared_experts && !model.moe.dense_layers &&
+                model.moe.router == ROUTER_SOFTMAX_TOPK);
+    assert_true(!model.moe.renormalise && model.moe.aux_loss == 0 && model.moe.capacity_factor == 0);
+    assert_string_equal(model.source, "");
+}
+
+static void all_that_is_wrong_is_told_at_once(void **state) {
+    struct bench *bench = *state;
+    struct model model;
+    assert_false(
+        read_text(bench,
+                  "{\"name\": 1, \"layers\": 0, \"hiden\": 8, \"vocab\": 1.5,"
+                  "\"attention\": {\"heads\": 4, \"kv_heads\": 3, \"head_dim\": 3, \"window\": 2},"
+                  "\"moe\": {\"experts\": 4, \"top_k\": 5, \"expert_hidden\": 6, \"dense_layers\": 1,"
+                  " \"router\": \"softmax\", \"aux_loss\": -1, \"gate\": 1}}",
+                  &model));
+    ASSERT_ERRORS(bench, "m.json: name: found 1; allowed: a text",
+                  "m.json: layers: found 0; allowed: a whole number from 1 to 10000",
+                  "m.json: hiden: unknown key; did you mean \"hidden\"?",
+                  "m.json: vocab: found 1.5; allowed: a whole number from 1 to 268435456",
+                  "m.json: hidden: the key is missing; allowed: a whole number from 1 to 16777216",
+                  "m.json: moe.router: found \"softmax\"; allowed: \"softmax_topk\", \"topk_softmax\" or "
+                  "\"noisy_topk\"",
+                  "m.json: moe.aux_loss: found -1; allowed: a number from 0 to 1000000",
+                  "m.json: moe.gate: unknown key; allowed: experts, top_k, expert_hidden, shared_experts, "
+                  "dense_layers, "
+                  "dense_hidden, router, renormalise, aux_loss, z_loss, capacity_factor, activation, bias",
+                  "m.json: attention.kv_heads: found 3; allowed: a divisor of heads, which is 4",
+                  "m.json: attention.head_dim: found 3; allowed: an even number, since RoPE turns pairs",
+                  "m.json: attention.window_layers: found \"none\"; allowed with window 2: \"all\", \"even\" "
+                  "or \"odd\"",
+                  "m.json: moe.top_k: found 5; allowed: at most experts, which is 4",
+                  "m.json: moe.dense_hidden: found 0; allowed with dense_layers: at least 1");
+}
+
+static void the_same_error_fails_twice(void **state) {
+    struct bench *bench = *state;
+    struct model model;
+    const char *text = "{\"name\": \"m\", \"layers\": 2, \"hidden\": 8, \"vocab\": 16,"
+                       "\"attention\": {\"heads\": 4, \"kv_heads\": 3, \"head_dim\": 2},"
+                       "\"moe\": {\"experts\": 4, \"top_k\": 2, \"expert_hidden\": 6, \"dense_layers\": 3,"
+                       " \"dense_hidden\": 4}}";
+    assert_false(read_text(bench, text, &model));
+    assert_false(read_text(bench, text, &model));
+    assert_int_equal(bench->errors.count, 2);
+}
+
+static void parts_must_be_objects(void **state) {
+    struct bench *bench = *state;
+    struct model model;
+    assert_false(read_text(bench, "[]", &model));
+    ASSERT_ERRORS(bench, "m.json: found []; allowed: an object");
+    assert_false(read_text(
+        bench, "{\"name\": \"m\", \"layers\": 2, \"hidden\": 8, \"vocab\": 16, \"attention\": 3}", &model));
+    ASSERT_ERRORS(bench, "m.json: moe: the key is missing; allowed: a value",
+                  "m.json: attention: found 3; allowed: an object");
+}
+
+static char *print(const struct model *model) {
+    cJSON *tree = model_write(model);
+    char *text = cJSON_Print(tree);
+    cJSON_Delete(tree);
+    return text;
+}
+
+static void written_models_read_back(void **state) {
+    struct bench *bench = *state;
+    for (size_t i = 0; i < COUNT(NAMES); i++) {
+        struct model model = released(bench, NAMES[i]), again;
+        char *first = print(&model);
+        assert_true(read_text(bench, first, &again));
+        char *second = print(&again);
+        assert_string_equal(first, second);
+        free(first);
+        free(second);
+        cJSON *tree = model_write(&model); /* and without printing */
+        struct json value = {tree, "m.json", "", bench->arena, &bench->errors};
+        assert_true(model_read(value, &again));
+        cJSON_Delete(tree);
+    }
+}
+
+/* The paper's table 1, and nothing beside it. */
+static void paper_models_are_the_table(void **state) {
+    struct bench *bench = *state;
+    static const struct {
+        int layers, experts, top_k, hidden, expert_hidden, heads, kv_heads, head_dim, vocab;
+    } table[] = {{28, 64, 4, 2048, 1408, 16, 16, 128, 102400},
+                 {36, 128, 4, 2880, 2880, 64, 8, 64, 201088},
+                 {94, 128, 8, 4096, 1536, 64, 4, 128, 151936}};
+    for (size_t i = 0; i < COUNT(NAMES); i++) {
+        struct model m =
+            load(bench, arena_printf(bench->arena, "experiments/models/%s-paper.json", NAMES[i]));
+        assert_true(m.layers == table[i].layers && m.hidden == table[i].hidden && m.vocab == table[i].vocab);
+        assert_true(m.moe.experts == table[i].experts && m.moe.top_k == table[i].top_k);
+        assert_true(m.moe.expert_hidden == table[i].expert_hidden);
+        assert_true(m.attention.heads == table[i].heads && m.attention.kv_heads == table[i].kv_heads);
+        assert_true(m.attention.head_dim == table[i].head_dim);
+        assert_true(!m.attention.qk_norm && !m.attention.bias && !m.attention.sinks && !m.attention.window);
+        assert_true(!m.moe.shared_experts && !m.moe.dense_layers && !m.moe.bias && !m.tie_embeddings);
+        assert_true(strlen(m.source) > 0);
+    }
+}
+
+static void mutated_manifests_never_crash(void **state) {
+    struct bench *bench = *state;
+    struct model model = released(bench, "gpt-oss-120b");
+    char *text = print(&model), buffer[2048];
+    size_t whole = strlen(text);
+    assert_true(whole < sizeof buffer);
+    struct rng rng = rng_seed(7);
+    static const char pieces[] = "{}[]\",:0129eE.-truefalsn ";
+    for (int i = 0; i < cases(20000); i++) {
+        memcpy(buffer, text, whole + 1);
+        for (int edits = rng_below(&rng, 4); edits >= 0; edits--)
+            buffer[rng_below(&rng, (int)whole)] = pieces[rng_below(&rng, sizeof pieces - 1)];
+        struct arena *arena = arena_new();
+        struct json document = json_read_text(buffer, whole, "m.json", arena, &bench->errors);
+        struct model mutated;
+        if (document.node && model_read(document, &mutated)) {
+            assert_true(model_parameter_count(&mutated).total > 0);
+            assert_true(isfinite(model_step_flops(&mutated, 4096)));
+        } else {
+            assert_true(bench->errors.count > 0);
+        }
+        errors_free(&bench->errors);
+        cJSON_Delete(document.node);
+        arena_free(arena);
+    }
+    free(text);
+}
+
+/* ---- published sizes --------------------------------------------------------------------------------- */
+
+static void sizes_are_as_published(void **state) {
+    struct bench *bench = *state;
+    struct model qwen = released(bench, "qwen3-235b"), gpt = released(bench, "gpt-oss-120b"),
+                 deepseek = released(bench, "deepseek-moe-16b");
+    struct parameter_count count = model_parameter_count(&qwen); /* Qwen3 report: 235B, 22B active */
+    assert_close(count.total, 235e9, 0.01);
+    assert_close(count.active, 22e9, 0.03);
+    count = model_parameter_count(&gpt); /* GPT-OSS model card: 116.83B, 5.13B active */
+    assert_close(count.total, 116.83e9, 0.0005);
+    assert_close(count.active_without_input_embedding, 5.13e9, 0.002);
+    count = model_parameter_count(&deepseek); /* DeepSeek-MoE paper: 16.4B, 2.8B active */
+    assert_close(count.total, 16.4e9, 0.01);
+    assert_close(count.active, 2.8e9, 0.03);
+}
+
+/* By hand from the matrices' shapes: every term of a small model with everything on. */
+static struct model everything(void) {
+    return (struct model){
+        .name = "everything",
+        .source = "",
+        .layers = 3,
+        .hidden = 10,
+        .vocab = 100,
+        .norm_eps = 1e-6,
+        .attention = {.heads = 4,
+                      .kv_heads = 2,
+                      .head_dim = 6,
+                      .rope_theta = 1e4,
+                      .qk_norm = true,
+                      .bias = true,
+                      .sinks = true,
+                      .window = 5,
+                      .window_layers = WINDOW_ODD},
+        .moe = {.experts = 8,
+                .top_k = 3,
+                .expert_hidden = 7,
+                .shared_experts = 2,
+                .dense_layers = 1,
+                .dense_hidden = 20,
+                .bias = true},
+    };
+}
+
+static void parameters_by_hand(void **state) {
+    (void)state;
+    struct model m = everything();
+    /* norm 10; q 240, k 120, v 120, o 240; biases 24 + 12 + 12 + 10; sinks 4; QK-norm 12 */
+    assert_true(model_attention_parameters(&m) == 10 + 720 + 58 + 4 + 12);
+    assert_true(model_router_parameters(&m, 0) == 10);
+    assert_true(model_router_parameters(&m, 1) == 10 + 80 + 8);
+    assert_true(model_expert_parameters(&m) == 210 + 24);
+    assert_true(model_shared_parameters(&m, 0) == 600 + 50);
+    assert_true(model_shared_parameters(&m, 1) == 2 * 234);
+    assert_true(model_embedding_parameters(&m) == 1000 && model_head_parameters(&m) == 1010);
+    struct parameter_count count = model_parameter_count(&m);
+    double always = 2010 + 3 * 804 + 10 + 2 * 98 + 650 + 2 * 468;
+    assert_true(count.total == always + 2 * 8 * 234);
+    assert_true(count.active == always + 2 * 3 * 234);
+    assert_true(count.active_without_input_embedding == count.active - 1000);
+    m.tie_embeddings = true;
+    assert_true(model_head_parameters(&m) == 10);
+    assert_true(model_parameter_count(&m).total == count.total - 1000);
+    assert_true(model_parameter_count(&m).active_without_input_embedding == count.active - 1000);
+    m.moe.router = ROUTER_NOISY_TOPK;
+    assert_true(model_router_parameters(&m, 1) == 10 + 2 * 88);
+}
+
+static void layers_have_their_kind_and_window(void **state) {
+    (void)state;
+    struct model m = everything();
+    assert_true(!model_layer_is_moe(&m, 0) && model_layer_is_moe(&m, 1));
+    assert_true(model_copies(&m, 0) == 1 && model_copies(&m, 1) == 3);
+    static const int windows[][2] = {
+        [WINDOW_NONE] = {0, 0}, [WINDOW_ALL] = {5, 5}, [WINDOW_EVEN] = {5, 0}, [WINDOW_ODD] = {0, 5}};
+    for (int choice = WINDOW_NONE; choice <= WINDOW_ODD; choice++) {
+        m.attention.window_layers = choice;
+        for (int layer = 0; layer < 4; layer++)
+            assert_int_equal(model_layer_window(&m, layer), windows[choice][layer % 2]);
+    }
+}
+
+/* ---- work, counted by loops -------------------------------------------------------------------------- */
+
+static double count_core_flops(const struct model *m, int layer, int seq_len) {
+    double flops = 0;
+    int window = model_layer_window(m, layer);
+    for (int query = 0; query < seq_len; query++)
+        for (int key = 0; key <= query; key++) {
+            if (window && query - key >= window) continue;
+            flops += 2.0 * m->attention.head_dim; /* score */
+            flops += 2.0 * m->attention.head_dim; /* weighted value */
+        }
+    return flops * m->attention.heads;
+}
+
+/* One multiply-add an element of each matrix and token. */
+static double count_gemm_flops(const struct model *m, int layer) {
+    double flops = 0;
+    for (int head = 0; head < m->attention.heads; head++)
+        flops += 2.0 * 2 * m->attention.head_dim * m->hidden;
+    for (int head = 0; head < m->attention.kv_heads; head++)
+        flops += 2.0 * 2 * m->attention.head_dim * m->hidden;
+    for (int e = 0; e < m->moe.experts && model_layer_is_moe(m, layer); e++) flops += 2.0 * m->hidden;
+    return flops;
+}
+
+static void attention_work_by_loops(void **state) {
+    (void)state;
+    struct model m = everything();
+    static const int lengths[] = {1, 2, 4, 5, 6, 37};
+    for (size_t i = 0; i < COUNT(lengths); i++)
+        for (int layer = 0; layer < 3; layer++) {
+            int s = lengths[i];
+            double core = 2 * count_core_flops(&m, layer, s), gemm = 2.0 * s * count_gemm_flops(&m, layer);
+            struct work forward = model_attention_work(&m, layer, WORK_FORWARD, 2, s);
+            struct work input = model_attention_work(&m, layer, WORK_BACKWARD_INPUT, 2, s);
+            struct work weight = model_attention_work(&m, layer, WORK_BACKWARD_WEIGHT, 2, s);
+            assert_true(forward.core_flops == core && input.core_flops == 2.5 * core &&
+                        weight.core_flops == 0);
+            assert_true(forward.gemm_flops == gemm && input.gemm_flops == gemm && weight.gemm_flops == gemm);
+            assert_true(forward.grouped_flops == 0 && forward.bytes > 0 && input.bytes > forward.bytes * 0.5);
+            assert_true(forward.kernels >= 8 && weight.kernels >= 2);
+        }
+}
+
+static void full_attention_is_half_a_square(void **state) {
+    struct bench *bench = *state;
+    struct model m = load(bench, "experiments/models/qwen3-235b-paper.json");
+    struct work work = model_attention_work(&m, 0, WORK_FORWARD, 1, 4096);
+    assert_true(work.core_flops == 4.0 * 64 * 128 * (4096.0 * 4097 / 2));
+    /* q and o 4096 × 8192, k and v 4096 × 512, router 4096 × 128 */
+    assert_true(work.gemm_flops == 2.0 * 4096 * 4096 * (2 * 8192 + 2 * 512 + 128));
+}
+
+/* Traffic of one token of a plain layer, kernel by kernel, in BF16 elements of H 8, A 8, K 4, E 4, k 2. */
+static void attention_bytes_by_hand(void **state) {
+    struct bench *bench = *state;
+    struct model m;
+    assert_true(read_text(bench, "{" SMALL "}", &m));
+    double forward =
+        16 + 24 + 24 + 16 + 8 + 8 + 16 + 8 + 16; /* norm, RoPE, residual, norm, h2, x, copies, packing */
+    assert_true(model_attention_work(&m, 0, WORK_FORWARD, 1, 1).bytes == 2 * forward + 4 * 4 + 8 * 2);
+    double input = 32 + 24 + 16 + 32 + 8 + 16 + 16 + 8;
+    assert_true(model_attention_work(&m, 0, WORK_BACKWARD_INPUT, 1, 1).bytes == 2 * input + 2 * 16 + 12 * 2);
+    assert_true(model_attention_work(&m, 0, WORK_BACKWARD_WEIGHT, 1, 1).bytes == 0);
+}
+
+static void ffn_work_by_hand(void **state) {
+    (void)state;
+    struct model m = everything();
+    for (int pass = WORK_FORWARD; pass <= WORK_BACKWARD_WEIGHT; pass++) {
+        struct work moe = model_ffn_work(&m, 1, pass, 30, 10, 4),
+                    dense = model_ffn_work(&m, 0, pass, 10, 10, 4);
+        assert_true(moe.grouped_flops == 30 * 3 * 2.0 * 10 * 7);
+        assert_true(moe.gemm_flops == 10 * 3 * 2.0 * 10 * 14);
+        assert_true(dense.grouped_flops == 0 && dense.gemm_flops == 10 * 3 * 2.0 * 10 * 20);
+        assert_true(moe.core_flops == 0 && moe.kernels > dense.kernels);
+    }
+    m.moe.shared_experts = 0;
+    m.moe.bias = false;
+    /* two sorts 2 × (10 in, 10 out), SwiGLU 14 in 7 out; the router's weight in FP32 */
+    assert_true(model_ffn_work(&m, 1, WORK_FORWARD, 30, 10, 4).bytes == 30 * (2 * (40 + 21) + 4));
+    assert_true(model_ffn_work(&m, 1, WORK_BACKWARD_INPUT, 30, 10, 4).bytes == 30 * (2 * (40 + 35) + 4));
+    assert_true(model_ffn_work(&m, 1, WORK_BACKWARD_WEIGHT, 30, 10, 4).bytes == 0);
+    struct work none = model_ffn_work(&m, 1, WORK_FORWARD, 0, 10, 0);
+    assert_true(none.grouped_flops == 0 && none.bytes == 0 && none.kernels == 0);
+}
+
+static void work_is_linear(void **state) {
+    (void)state;
+    struct model m = everything();
+    struct work one = model_attention_work(&m, 1, WORK_FORWARD, 1, 9);
+    struct work three = model_attention_work(&m, 1, WORK_FORWARD, 3, 9);
+    struct work sum = work_add(one, work_add(one, one)), scaled = work_scale(one, 3);
+    assert_true(sum.gemm_flops == three.gemm_flops && sum.core_flops == three.core_flops);
+    assert_true(sum.bytes == three.bytes && scaled.bytes == three.bytes);
+    assert_true(sum.kernels == scaled.kernels && three.kernels == one.kernels);
+}
+
+static void embedding_and_head(void **state) {
+    (void)state;
+    struct model m = everything();
+    assert_true(model_embed_work(&m, WORK_FORWARD, 7).bytes == 7 * 10 * 4);
+    assert_true(model_embed_work(&m, WORK_BACKWARD_INPUT, 7).kernels == 0);
+    assert_true(model_embed_work(&m, WORK_BACKWARD_WEIGHT, 7).bytes == 7 * 10 * (2 + 8));
+    for (int pass = WORK_FORWARD; pass <= WORK_BACKWARD_WEIGHT; pass++)
+        assert_true(model_head_work(&m, pass, 7).gemm_flops == 2.0 * 10 * 100 * 7);
+    assert_true(model_head_work(&m, WORK_FORWARD, 7).bytes == 7 * (4 * 100 + 4 * 10));
+}
+
+static void step_flops_by_loops(void **state) {
+    struct bench *bench = *state;
+    struct model m = everything();
+    double forward = 0;
+    for (int layer = 0; layer < 3; layer++) {
+        forward += count_core_flops(&m, layer, 11) + 11 * count_gemm_flops(&m, layer);
+        int wide = layer == 0 ? 20 : 3 * 7 + 2 * 7; /* hidden units that a token meets */
+        for (int unit = 0; unit < wide; unit++) forward += 11 * 3 * 2.0 * 10;
+    }
+    forward += 11 * 2.0 * 10 * 100;
+    assert_true(model_step_flops(&m, 11) == 3 * forward);
+    /* 6 FLOPs an active parameter and token, as long as attention's square is small. */
+    struct model qwen = released(bench, "qwen3-235b");
+    double active = model_parameter_count(&qwen).active_without_input_embedding;
+    assert_close(model_step_flops(&qwen, 16), 16 * 6 * active, 0.002);
+}
+
+/* ---- activations ------------------------------------------------------------------------------------- */
+
+static void activations_by_hand(void **state) {
+    (void)state;
+    struct model m = everything();
+    double kept = 2 * (24 + 12 + 12) + 2 * 24 + 4 * 4 + 2 * 10 + 2 * (24 + 12), norms = 2 * 2 * 10,
+           gate = 4 * 8 + 8 * 3;
+    assert_true(model_attention_activation_bytes(&m, 1, RECOMPUTE_NONE) == kept + norms + gate);
+    assert_true(model_attention_activation_bytes(&m, 1, RECOMPUTE_SELECTIVE) == kept + gate);
+    assert_true(model_attention_activation_bytes(&m, 0, RECOMPUTE_NONE) == kept + norms);
+    assert_true(model_attention_activation_bytes(&m, 1, RECOMPUTE_FULL) == 0);
+    m.attention.qk_norm = false;
+    assert_true(model_attention_activation_bytes(&m, 0, RECOMPUTE_SELECTIVE) == kept - 72);
+    static const double share[] = {[RECOMPUTE_NONE] = 6, [RECOMPUTE_SELECTIVE] = 4, [RECOMPUTE_FULL] = 0};
+    for (int level = RECOMPUTE_NONE; level <= RECOMPUTE_FULL; level++) {
+        assert_true(model_expert_activation_bytes(&m, 1, level) == share[level] * 7);
+        assert_true(model_expert_activation_bytes(&m, 0, level) == 0);
+        assert_true(model_shared_activation_bytes(&m, 1, level) == share[level] * 14);
+        assert_true(model_shared_activation_bytes(&m, 0, level) == share[level] * 20);
+    }
+    assert_true(model_hidden_bytes(&m) == 20);
+    assert_true(model_attention_selective_work(&m, 5).bytes == 5 * 2 * 2 * 2 * 10);
+    assert_true(model_ffn_selective_work(&m, 1, 15, 5).bytes == 15 * (2 * 21 + 4) + 5 * 2 * 42);
+    assert_true(model_ffn_selective_work(&m, 0, 5, 5).bytes == 5 * 2 * 60);
+}
+
+/* ---- import ------------------------------------------------------------------------------------------ */
+
+static bool import_text(struct bench *bench, const char *text, struct model *model) {
+    struct json document = json_read_text(text, strlen(text), "a/config.json", bench->arena, &bench->errors);
+    assert_non_null(document.node);
+    bool sound = model_import(document, model);
+    cJSON_Delete(document.node);
+    return sound;
+}
+
+static struct json fixture(struct bench *bench, const char *name) {
+    struct json document = json_read_file(arena_printf(bench->arena, "tests/fixtures/%s.json", name),
+                                          bench->arena, &bench->errors);
+    assert_non_null(document.node);
+    return document;
+}
+
+/* Equal in every key but name and source, which say where the model was read. */
+static void imports_equal_the_released_manifests(void **state) {
+    struct bench *bench = *state;
+    for (size_t i = 0; i < COUNT(NAMES); i++) {
+        struct json config = fixture(bench, NAMES[i]);
+        struct model expected = released(bench, NAMES[i]), imported;
+        assert_true(model_import(config, &imported));
+        assert_string_equal(imported.name, NAMES[i]);
+        imported.name = expected.name;
+        imported.source = expected.source;
+        char *a = print(&imported), *b = print(&expected);
+        assert_string_equal(a, b);
+        free(a);
+        free(b);
+        cJSON_Delete(config.node);
+    }
+    assert_int_equal(bench->errors.count, 0);
+}
+
+static void mixtral_is_imported(void **state) {
+    struct bench *bench = *state;
+    struct json config = fixture(bench, "mixtral-8x7b");
+    struct model m;
+    assert_true(model_import(config, &m));
+    struct parameter_count count = model_parameter_count(&m); /* Mixtral paper: 47B, 13B active */
+    assert_close(count.total, 46.7e9, 0.002);
+    assert_close(count.active, 12.9e9, 0.002);
+    assert_true(m.moe.renormalise && m.attention.head_dim == 128 && m.moe.aux_loss == 0.02 &&
+                !m.attention.window);
+    cJSON_Delete(config.node);
+}
+
+static void departures_are_in_the_source(void **state) {
+    struct bench *bench = *state;
+    struct model m;
+    struct json gpt = fixture(bench, "gpt-oss-120b"), deepseek = fixture(bench, "deepseek-moe-16b");
+    assert_true(model_import(gpt, &m) && strstr(m.source, "YaRN"));
+    assert_true(model_import(deepseek, &m) && strstr(m.source, "seq_aux"));
+    cJSON_Delete(gpt.node);
+    cJSON_Delete(deepseek.node);
+}
+
+/* Sets one key of a fixture; the import has to fail with one error that names the key. */
+static void assert_refused(struct bench *bench, const char *name, const char *key, const char *value) {
+    struct json config = fixture(bench, name);
+    assert_true(json_set_path(config.node, key, cJSON_Parse(value)));
+    struct model m;
+    if (model_import(config, &m)) fail_msg("%s: %s = %s was imported", name, key, value);
+    assert_int_equal(bench->errors.count, 1);
+    char *start = arena_printf(bench->arena, "%s: %s: ", config.file, key);
+    if (strncmp(bench->errors.messages[0], start, strlen(start)) != 0)
+        fail_msg("%s does not begin with %s", bench->errors.messages[0], start);
+    errors_free(&bench->errors);
+    cJSON_Delete(config.node);
+}
+
+static void other_mathematics_is_refused(void **state) {
+    struct bench *bench = *state;
+    static const struct {
+        const char *name, *key, *value;
+    } wrong[] = {
+        {"qwen3-235b", "model_type", "\"llama\""},
+        {"qwen3-235b", "model_type", "7"},
+        {"qwen3-235b", "hidden_act", "\"gelu\""},
+        {"qwen3-235b", "decoder_sparse_step", "2"},
+        {"qwen3-235b", "mlp_only_layers", "[0]"},
+        {"qwen3-235b", "use_sliding_window", "true"},
+        {"qwen3-235b", "rope_scaling", "{\"rope_type\": \"yarn\", \"factor\": 4.0}"},
+        {"qwen3-235b", "rope_scaling", "{\"type\": \"linear\", \"factor\": 4.0}"},
+        {"qwen3-235b", "rope_parameters", "{\"rope_type\": \"yarn\"}"},
+        {"qwen3-235b", "attention_dropout", "0.1"},
+        {"qwen3-235b", "num_experts_per_tok", "129"},
+        {"qwen3-235b", "num_key_value_heads", "5"},
+        {"qwen3-235b", "n_shared_experts", "1"},
+        {"qwen3-235b", "mystery", "1"},
+        {"qwen3-235b", "hidden_size", "\"4096\""},
+        {"gpt-oss-120b", "swiglu_limit", "5.0"},
+        {"gpt-oss-120b", "layer_types", "[\"full_attention\"]"},
+        {"gpt-oss-120b", "layer_types", "3"},
+        {"gpt-oss-120b", "experts_per_token", "8"},
+        {"gpt-oss-120b", "rope_scaling", "{\"rope_type\": \"llama3\"}"},
+        {"deepseek-moe-16b", "moe_layer_freq", "2"},
+        {"deepseek-moe-16b", "scoring_func", "\"sigmoid\""},
+        {"deepseek-moe-16b", "first_k_dense_replace", "29"},
+        {"deepseek-moe-16b", "kv_lora_rank", "512"},
+        {"deepseek-moe-16b", "routed_scaling_factor", "2.5"},
+        {"mixtral-8x7b", "router_jitter_noise", "0.1"},
+    };
+    for (size_t i = 0; i < COUNT(wrong); i++)
+        assert_refused(bench, wrong[i].name, wrong[i].key, wrong[i].value);
+}
+
+static void layer_types_become_windows(void **state) {
+    struct bench *bench = *state;
+    static const struct {
+        const char *even, *odd;
+        int expected;
+    } patterns[] = {{"sliding", "full", WINDOW_EVEN},
+                    {"full", "sliding", WINDOW_ODD},
+                    {"sliding", "sliding", WINDOW_ALL},
+                    {"full", "full", WINDOW_NONE}};
+    for (size_t i = 0; i < COUNT(patterns); i++) {
+        struct json config = fixture(bench, "gpt-oss-120b");
+        cJSON *types = cJSON_CreateArray();
+        for (int layer = 0; layer < 36; layer++)
+            cJSON_AddItemToArray(
+                types, cJSON_CreateString(arena_printf(bench->arena, "%s_attention",
+                                                       layer % 2 ? patterns[i].odd : patterns[i].even)));
+        json_set_path(config.node, "layer_types", types);
+        struct model m;
+        assert_true(model_import(config, &m));
+        assert_int_equal(m.attention.window_layers, patterns[i].expected);
+        assert_int_equal(m.attention.window, patterns[i].expected == WINDOW_NONE ? 0 : 128);
+        cJSON_Delete(config.node);
+    }
+}
+
+static void absent_keys_take_their_defaults(void **state) {
+    struct bench *bench = *state;
+    struct model m;
+    assert_true(import_text(bench,
+                            "{\"model_type\": \"mixtral\", \"hidden_size\": 64, \"num_hidden_layers\": 2,"
+                            "\"num_attention_heads\": 4, \"vocab_size\": 100, \"num_experts_per_tok\": 2,"
+                            "\"num_local_experts\": 4, \"intermediate_size\": 32, \"sliding_window\": 16,"
+                            "\"num_key_value_heads\": null, \"head_dim\": null,"
+                            "\"rope_parameters\": {\"rope_theta\": 5000.0, \"rope_type\": \"default\"}}",
+                            &m));
+    assert_string_equal(m.name, "a");
+    assert_true(m.attention.kv_heads == 4 && m.attention.head_dim == 16 && m.attention.rope_theta == 5000);
+    assert_true(m.attention.window == 16 && m.attention.window_layers == WINDOW_ALL && m.norm_eps == 1e-5);
+    struct json gpt = fixture(bench, "gpt-oss-120b");
+    json_set_path(gpt.node, "sliding_window", cJSON_CreateNull()); /* none, not the default 128 */
+    assert_true(model_import(gpt, &m) && m.attention.window == 0 && m.attention.window_layers == WINDOW_NONE);
+    cJSON_Delete(gpt.node);
+    assert_false(import_text(bench, "{\"model_type\": \"qwen3_moe\"}", &m));
+    assert_int_equal(bench->errors.count, 7);
+    errors_free(&bench->errors);
+    assert_false(import_text(bench, "[]", &m));
+    ASSERT_ERRORS(bench, "a/config.json: found []; allowed: an object");
+    assert_false(import_text(bench, "{}", &m));
+    ASSERT_ERRORS(bench,
+                  "a/config.json: model_type: the key is missing; allowed: \"qwen3_moe\", \"gpt_oss\", "
+                  "\"deepseek\" or \"mixtral\"");
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        TEST(left_out_means_plain),
+        TEST(all_that_is_wrong_is_told_at_once),
+        TEST(the_same_error_fails_twice),
+        TEST(parts_must_be_objects),
+        TEST(written_models_read_back),
+        TEST(paper_models_are_the_table),
+        TEST(mutated_manifests_never_crash),
+        TEST(sizes_are_as_published),
+        TEST(parameters_by_hand),
+        TEST(layers_have_their_kind_and_window),
+        TEST(attention_work_by_loops),
+        TEST(full_attention_is_half_a_square),
+        TEST(attention_bytes_by_hand),
+        TEST(ffn_work_by_hand),
+        TEST(work_is_linear),
+        TEST(embedding_and_head),
+        TEST(step_flops_by_loops),
+        TEST(activations_by_hand),
+        TEST(imports_equal_the_released_manifests),
+        TEST(mixtral_is_imported),
+        TEST(departures_are_in_the_source),
+        TEST(other_mathematics_is_refused),
+        TEST(layer_types_become_windows),
+        TEST(absent_keys_take_their_defaults),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
