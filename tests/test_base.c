@@ -692,7 +692,7 @@ struct tally {
 static void count_run(void *context, int i) {
     struct tally *tally = context;
     __atomic_fetch_add(&tally->runs[i], 1, __ATOMIC_RELAXED);
-    if (i == 99) tally->stop = tally->last;
+    if (i == 99) __atomic_store_n(&tally->stop, tally->last, __ATOMIC_RELAXED);
 }
 
 static void loops_run_each_index_once(void **state) {

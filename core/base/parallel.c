@@ -24,7 +24,7 @@ struct loop {
 
 static void *work_off(void *argument) {
     struct loop *loop = argument;
-    while (!loop->stop || !*loop->stop) {
+    while (!loop->stop || !__atomic_load_n(loop->stop, __ATOMIC_RELAXED)) {
         int i = atomic_fetch_add(&loop->next, 1);
         if (i >= loop->count) break;
         loop->task(loop->context, i);
