@@ -109,8 +109,8 @@ const char *choice_word(struct arena *arena, const char *choices, int index);
 /* ---- writing JSON ------------------------------------------------------------------------------------ */
 
 /* Adds a number that prints as the shortest text that reads back to the same double, the same everywhere.
-   Not finite: null. The node is a raw one that carries the value in valuedouble and valueint too: readers here
-   take it for a number, cJSON_IsNumber does not. */
+   Not finite: null. The node is a raw one that carries the value in valuedouble and valueint too: readers
+   here take it for a number, cJSON_IsNumber does not. */
 void json_add_number(cJSON *object, const char *key, double value);
 cJSON *json_number(double value);
 /* The shortest such text; buffer of at least 32 bytes. */
