@@ -1,6 +1,7 @@
 /* disagmoe: one binary, a verb for each thing it does. */
 #include "cli/cli.h"
 
+#include <malloc.h>
 #include <string.h>
 
 static const struct verb *const verbs[] = {&verb_sim,    &verb_schedule, &verb_check,
@@ -15,6 +16,10 @@ static void print_usage(FILE *stream) {
 }
 
 int main(int argc, char **argv) {
+    /* Schedules are built and freed by the thousand: keep their memory instead of returning each to the
+     * kernel. */
+    mallopt(M_MMAP_THRESHOLD, 1 << 30);
+    mallopt(M_TRIM_THRESHOLD, 1 << 30);
     if (argc < 2) {
         print_usage(stderr);
         return STATUS_USAGE;

@@ -324,29 +324,44 @@ static void read_sweep_point(struct json document, cJSON *sweep, int index, stru
     cJSON_Delete(manifest);
 }
 
-bool experiment_read(const char *file, const struct override *overrides, int override_count,
-                     struct experiment *experiment, struct errors *errors) {
-    *experiment = (struct experiment){.file = file, .arena = arena_new()};
+/* Takes the document's tree. */
+static bool read_document(struct json document, const struct override *overrides, int override_count,
+                          struct experiment *experiment) {
+    struct errors *errors = document.errors;
     int before = errors->count;
-    struct json document = json_read_file(file, experiment->arena, errors);
     if (!document.node) return false;
     if (!cJSON_IsObject(document.node)) {
         json_error(document, "must be an object");
         cJSON_Delete(document.node);
         return false;
     }
-    load_in_place(document.node, "model", file, experiment->arena, errors);
-    load_in_place(document.node, "cluster", file, experiment->arena, errors);
+    const char *file = document.file;
+    load_in_place(document.node, "model", file, document.arena, errors);
+    load_in_place(document.node, "cluster", file, document.arena, errors);
     for (int i = 0; i < override_count; i++)
-        apply_override(document.node, overrides[i], file, experiment->arena, errors);
+        apply_override(document.node, overrides[i], file, document.arena, errors);
     struct json sweep = json_member(document, "sweep");
     int count = sweep.node ? sweep_size(sweep) : 1;
     experiment->points =
-        arena_alloc(experiment->arena, (size_t)(count ? count : 1) * sizeof *experiment->points);
+        arena_alloc(document.arena, (size_t)(count ? count : 1) * sizeof *experiment->points);
     experiment->point_count = count;
     for (int i = 0; i < count; i++) read_sweep_point(document, sweep.node, i, &experiment->points[i]);
     cJSON_Delete(document.node);
     return errors->count == before;
+}
+
+bool experiment_read(const char *file, const struct override *overrides, int override_count,
+                     struct experiment *experiment, struct errors *errors) {
+    *experiment = (struct experiment){.file = file, .arena = arena_new()};
+    struct json document = json_read_file(file, experiment->arena, errors);
+    return read_document(document, overrides, override_count, experiment);
+}
+
+bool experiment_read_text(const char *text, const char *file, struct experiment *experiment,
+                          struct errors *errors) {
+    *experiment = (struct experiment){.file = file, .arena = arena_new()};
+    struct json document = json_read_text(text, strlen(text), file, experiment->arena, errors);
+    return read_document(document, NULL, 0, experiment);
 }
 
 void experiment_free(struct experiment *experiment) {

@@ -98,6 +98,9 @@ struct override {
    the caller, who has the registry. False when errors were added. */
 bool experiment_read(const char *file, const struct override *overrides, int override_count,
                      struct experiment *experiment, struct errors *errors);
+/* The same from a text that stands for `file`: paths in it are relative to that file's folder. */
+bool experiment_read_text(const char *text, const char *file, struct experiment *experiment,
+                          struct errors *errors);
 void experiment_free(struct experiment *experiment);
 
 /* ---- plans -----------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ Nothing depends on clocks or threads: the same point gives the same choice every
 #include <string.h>
 
 #define MAX_LAYOUTS 4096
-#define MAX_ORDERS 64
 #define MAX_STATES 64
 
 struct candidate {
@@ -103,24 +102,16 @@ static int by_bound(const void *a, const void *b) {
     return memcmp(&x->plan.parallel, &y->plan.parallel, sizeof x->plan.parallel);
 }
 
-/* Orders worth trying: waves round the ring, as many under way as the batch has and memory may allow. */
-static int list_orders(const struct tuner *tuner, const struct plan *plan, struct order *orders) {
-    static const struct order policies[] = {
-        {64, 1, PREFER_WAVE}, {32, 2, PREFER_WAVE}, {48, 1, PREFER_WAVE},
-        {32, 1, PREFER_WAVE}, {24, 1, PREFER_WAVE}, {16, 1, PREFER_WAVE},
-        {12, 1, PREFER_WAVE}, {8, 1, PREFER_WAVE},  {4, 1, PREFER_WAVE},
-    };
-    if (!tuner->system->searches_order || !tuner->point->auto_order) {
-        orders[0] = tuner->point->order;
-        if (!orders[0].wave) orders[0] = (struct order){1, 1, PREFER_WAVE};
-        return 1;
-    }
-    int count = 0;
-    for (size_t i = 0; i < COUNT(policies); i++) {
-        if (policies[i].wave * policies[i].waves_in_flight > 2 * plan->micro_batches && count) continue;
-        orders[count++] = policies[i];
-    }
-    return count;
+/* Micro-batches under way, most first: memory decides how many there can be, and fewer starve the ring. */
+static const int in_flight_choices[] = {64, 48, 32, 24, 16, 12, 8, 4, 2, 1};
+
+static bool order_is_open(const struct tuner *tuner) {
+    return tuner->system->searches_order && tuner->point->auto_order;
+}
+
+/* More under way than the batch has makes no difference: only the first such number is tried. */
+static bool in_flight_is_useful(const struct plan *plan, size_t choice) {
+    return choice + 1 == COUNT(in_flight_choices) || in_flight_choices[choice + 1] < plan->micro_batches;
 }
 
 /* ---- trying ----------------------------------------------------------------------------------------------
@@ -161,55 +152,91 @@ static double *activation_peaks(const struct schedule *schedule, const struct ti
     return peaks;
 }
 
-static void try_order(struct tuner *tuner, struct plan plan) {
+/* How far the activations are above what the leanest state leaves, at the worst group: above 1 nothing fits.
+ */
+static double overflow(const struct tuner *tuner, const struct plan *plan, const double *activations) {
+    struct need *needs = must_alloc(MAX_GROUPS * sizeof *needs);
+    struct plan leanest = *plan;
+    leanest.memory = with_state(plan->memory, tuner->states[tuner->state_count - 1]);
+    int groups = tuner->system->needs(&leanest, needs);
+    double worst = 0;
+    for (int g = 0; g < groups; g++)
+        worst = fmax(worst, activations[g] / fmax(1, tuner->usable - needs[g].static_bytes));
+    free(needs);
+    return worst;
+}
+
+/* Simulates a plan and keeps it when it is the best so far. Returns 0, or the overflow when it does not fit.
+ */
+static double try_plan(struct tuner *tuner, struct plan plan) {
     struct schedule *schedule;
     struct timeline timeline = {0};
     struct result result;
     double limit = tuner->found ? tuner->best * plan.sequences : INFINITY;
-    if (!simulate_before(tuner->system, &plan, limit, &result, &schedule, &timeline)) return;
+    if (!simulate_before(tuner->system, &plan, limit, &result, &schedule, &timeline)) return 0;
     double *activations = activation_peaks(schedule, &timeline);
     struct memory chosen = plan.memory;
+    double over = 0;
     bool fits = choose_state(tuner, &plan, activations, &chosen);
+    if (!fits) over = overflow(tuner, &plan, activations);
     free(activations);
     timeline_free(&timeline);
     schedule_free(schedule);
-    if (!fits) return;
+    if (!fits) return over;
     if (memcmp(&chosen, &plan.memory, sizeof chosen) != 0) {
         plan.memory = chosen;
         simulate_plan(tuner->system, &plan, &result, NULL, NULL);
-        if (result.oom && tuner->point->auto_memory) return;
+        if (result.oom && tuner->point->auto_memory) return 1;
     }
     double seconds = per_sequence(&plan, result.step_time);
-    if (tuner->found && seconds >= tuner->best) return;
+    if (tuner->found && seconds >= tuner->best) return 0;
     tuner->found = true;
     tuner->best = seconds;
     tuner->best_plan = plan;
+    return 0;
 }
 
-/* Only where a choice is open is anything simulated. */
-static bool is_open(const struct tuner *tuner, int orders) {
-    return tuner->candidate_count > 1 || tuner->state_count > 1 || orders > 1;
+/* Tries fewer and fewer micro-batches under way. Activations grow about in proportion to them, so a number
+   that is far too large for the memory rules out the next ones without simulating them. */
+static void try_in_flight(struct tuner *tuner, struct plan plan, int wave, int prefer) {
+    double most = INFINITY;
+    for (size_t i = 0; i < COUNT(in_flight_choices); i++) {
+        int in_flight = in_flight_choices[i];
+        if (in_flight > most || !in_flight_is_useful(&plan, i)) continue;
+        if (wave && in_flight % wave) continue;
+        plan.order = (struct order){wave ? wave : in_flight, wave ? in_flight / wave : 1, prefer};
+        double over = try_plan(tuner, plan);
+        if (over > 0) most = 1.2 * in_flight / over;
+    }
+}
+
+/* The policy's other parameters, for the layout and levers found best with one wave. */
+static void refine_order(struct tuner *tuner) {
+    static const int waves[] = {0, 4, 8, 16, 24, 32};
+    struct plan plan = tuner->best_plan;
+    for (size_t i = 0; i < COUNT(waves); i++)
+        for (int prefer = PREFER_BACKWARD; prefer <= PREFER_WAVE; prefer++)
+            try_in_flight(tuner, plan, waves[i], prefer);
 }
 
 static void search(struct tuner *tuner) {
-    struct order orders[MAX_ORDERS];
+    bool open = order_is_open(tuner);
     for (int i = 0; i < tuner->candidate_count; i++) {
         struct plan plan = tuner->candidates[i].plan;
         if (tuner->found && tuner->candidates[i].bound.seconds >= tuner->best) break;
-        int order_count = list_orders(tuner, &plan, orders);
-        /* The quickest state first: what cannot win with it cannot win at all. */
-        choose_state(tuner, &plan, NULL, &plan.memory);
-        if (!is_open(tuner, order_count)) {
-            plan.order = orders[0];
+        if (!open && tuner->candidate_count == 1 && tuner->state_count == 1) { /* nothing to choose */
             tuner->best_plan = plan;
             tuner->found = true;
             return;
         }
-        for (int k = 0; k < order_count; k++) {
-            plan.order = orders[k];
-            try_order(tuner, plan);
-        }
+        /* The quickest state first: what cannot win with it cannot win at all. */
+        choose_state(tuner, &plan, NULL, &plan.memory);
+        if (open)
+            try_in_flight(tuner, plan, 0, PREFER_WAVE);
+        else
+            try_plan(tuner, plan);
     }
+    if (open && tuner->found) refine_order(tuner);
 }
 
 /* ---- the point -------------------------------------------------------------------------------------------
