@@ -33,7 +33,7 @@ struct options {
     int override_count;
     int jobs; /* threads; default: the number of processors */
     bool json, explain, quiet;
-    const char *csv, *trace, *output;
+    const char *csv, *jsonl, *trace, *output;
 };
 
 /* A parser's table: an option and where its value goes. One of text, number, flag is set. */

@@ -85,22 +85,27 @@ static struct result *collect_results(struct run *run, int *count) {
     return results;
 }
 
-static void print_json_lines(const struct result *results, int count) {
+static void print_json_lines(const struct result *results, int count, FILE *stream) {
     for (int i = 0; i < count; i++) {
         cJSON *record = result_json(&results[i]);
         char *text = cJSON_PrintUnformatted(record);
-        puts(text);
+        fprintf(stream, "%s\n", text);
         cJSON_free(text);
         cJSON_Delete(record);
     }
 }
 
-static bool write_csv(const char *file, const struct result *results, int count, struct errors *errors) {
+static void print_csv(const struct result *results, int count, FILE *stream) {
+    result_csv(NULL, stream);
+    for (int i = 0; i < count; i++) result_csv(&results[i], stream);
+}
+
+static bool write_records(const char *file, void (*print)(const struct result *, int, FILE *),
+                          const struct result *results, int count, struct errors *errors) {
     char *text = NULL;
     size_t length = 0;
     FILE *stream = open_memstream(&text, &length);
-    result_csv(NULL, stream);
-    for (int i = 0; i < count; i++) result_csv(&results[i], stream);
+    print(results, count, stream);
     fclose(stream);
     bool written = make_folder_of(file, errors) && file_write_atomic(file, text, length, errors);
     free(text);
@@ -136,14 +141,17 @@ static int report(const struct options *options, struct experiment *experiment, 
     struct result *results = collect_results(run, &count);
     int status = errors->count ? STATUS_USAGE : STATUS_DONE;
     if (options->json)
-        print_json_lines(results, count);
+        print_json_lines(results, count, stdout);
     else
         print_report(experiment, results, count, published_beside(experiment), stdout);
     if (options->explain) {
         print_explanation(results, count, options->json ? stderr : stdout);
         print_trend(experiment, published_beside(experiment), options->json ? stderr : stdout);
     }
-    if (options->csv && !write_csv(options->csv, results, count, errors) && !status) status = STATUS_FAILED;
+    if (options->csv && !write_records(options->csv, print_csv, results, count, errors) && !status)
+        status = STATUS_FAILED;
+    if (options->jsonl && !write_records(options->jsonl, print_json_lines, results, count, errors) && !status)
+        status = STATUS_FAILED;
     if (options->trace && !write_trace(options->trace, results, count, errors) && !status)
         status = STATUS_FAILED;
     if (interrupted) {
@@ -178,10 +186,10 @@ static int run(int argc, char **argv) {
     struct options options = {0};
     bool helped;
     const struct option_rule rules[] = {
-        {"--system", &options.system, NULL, NULL}, {"--jobs", NULL, &options.jobs, NULL},
-        {"--json", NULL, NULL, &options.json},     {"--csv", &options.csv, NULL, NULL},
-        {"--trace", &options.trace, NULL, NULL},   {"--explain", NULL, NULL, &options.explain},
-        {"--quiet", NULL, NULL, &options.quiet}};
+        {"--system", &options.system, NULL, NULL},   {"--jobs", NULL, &options.jobs, NULL},
+        {"--json", NULL, NULL, &options.json},       {"--csv", &options.csv, NULL, NULL},
+        {"--jsonl", &options.jsonl, NULL, NULL},     {"--trace", &options.trace, NULL, NULL},
+        {"--explain", NULL, NULL, &options.explain}, {"--quiet", NULL, NULL, &options.quiet}};
     if (!parse_options(&verb_sim, argc, argv, rules, COUNT(rules), &options, &options.manifest, &helped))
         return STATUS_USAGE;
     if (helped) return STATUS_DONE;
@@ -201,6 +209,7 @@ const struct verb verb_sim = {
             "  --jobs N           threads; the output does not depend on it\n"
             "  --json             one record a line instead of tables\n"
             "  --csv FILE         the records as CSV\n"
+            "  --jsonl FILE       the records as JSON lines\n"
             "  --trace FILE       Perfetto / chrome://tracing JSON of a single record\n"
             "  --explain          factors of step time and speedup; all-to-all share by nodes\n"
             "  --quiet            no progress bar\n",
