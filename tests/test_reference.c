@@ -1,5 +1,7 @@
 /*
-The single-process reference: its gradients against finite differences.
+The single-process reference: its gradients against finite differences; loss, logits and gradients against
+golden values of HuggingFace transformers and PyTorch (tests/golden/make_golden.py); independence of how a
+batch is cut and of the number of threads; training steps.
 
 Finite differences need double precision (in float a step large enough to measure flips experts), so the float
 build skips them and relies on golden values.
@@ -10,6 +12,7 @@ build skips them and relies on golden values.
 #include <cmocka.h>
 
 #include "train/reference.h"
+#include "train/safetensors.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -128,7 +131,134 @@ static void finite_differences(void **state) {
     check_finite_differences(tiny_noisy());
 }
 
+/* ---- golden values ------------------------------------------------------------------------------------- */
+
+#ifdef FLOATX_DOUBLE
+static const double LOGIT_TOLERANCE = 1e-12, GRADIENT_TOLERANCE = 1e-12;
+#else
+static const double LOGIT_TOLERANCE = 1e-5, GRADIENT_TOLERANCE = 1e-4;
+#endif
+
+struct golden {
+    struct arena *arena;
+    struct errors errors;
+    struct model model;
+    struct safetensors *expected;
+    struct reference *reference;
+    int *tokens;
+    struct batch batch;
+};
+
+static void stop_on_errors(const struct errors *errors) {
+    errors_print(errors, stderr);
+    assert_int_equal(errors->count, 0);
+}
+
+static const struct stored_tensor *expected_tensor(const struct golden *golden, const char *name) {
+    const struct stored_tensor *tensor = safetensors_find(golden->expected, name);
+    if (!tensor) fail_msg("%s: no tensor %s", golden->expected->file, name);
+    return tensor;
+}
+
+static floatX expected_value(const struct golden *golden, const char *name) {
+    floatX value;
+    stored_tensor_copy(expected_tensor(golden, name), 0, 0, 1, 1, 1, &value);
+    return value;
+}
+
+static void read_golden_tokens(struct golden *golden) {
+    const struct stored_tensor *tokens = safetensors_find(golden->expected, "tokens");
+    floatX *values = must_alloc((size_t)tokens->count * sizeof *values);
+    stored_tensor_copy(tokens, 0, 0, 1, 1, (int)tokens->count, values);
+    golden->tokens = must_alloc((size_t)tokens->count * sizeof *golden->tokens);
+    for (int64_t i = 0; i < tokens->count; i++) golden->tokens[i] = (int)values[i];
+    golden->batch = (struct batch){golden->tokens, (int)tokens->shape[0], 1, 0};
+    free(values);
+}
+
+static struct golden golden_open(const char *name) {
+    struct golden golden = {.arena = arena_new()};
+    const char *folder = arena_printf(golden.arena, "tests/golden/%s", name);
+    const char *weights = arena_printf(golden.arena, "%s/model.safetensors", folder);
+    struct json config =
+        json_read_file(arena_printf(golden.arena, "%s/config.json", folder), golden.arena, &golden.errors);
+    if (config.node) model_import(config, &golden.model);
+    stop_on_errors(&golden.errors);
+    cJSON_Delete(config.node);
+    golden.model.moe.aux_loss =
+        0.01; /* import scales it by each family's own definition; the script uses one */
+    golden.expected =
+        safetensors_open(arena_printf(golden.arena, "%s/expected.safetensors", folder), &golden.errors);
+    stop_on_errors(&golden.errors);
+    int64_t seq_len = expected_tensor(&golden, "tokens")->shape[1] - 1;
+    golden.reference = reference_new(&golden.model, (int)seq_len, 2, 1, 1);
+    parameters_import(&golden.reference->parameters, golden.reference->values, &weights, 1, &golden.errors);
+    stop_on_errors(&golden.errors);
+    read_golden_tokens(&golden);
+    return golden;
+}
+
+static void golden_close(struct golden *golden) {
+    reference_free(golden->reference);
+    safetensors_close(golden->expected);
+    errors_free(&golden->errors);
+    arena_free(golden->arena);
+    free(golden->tokens);
+}
+
+/* max |found − expected| of a tensor, ÷ max(max |expected|, floor) unless floor is 0 */
+static double difference(const struct golden *golden, const char *name, const floatX *found, int rows,
+                         int columns, double floor) {
+    const struct stored_tensor *tensor = expected_tensor(golden, name);
+    assert_int_equal(tensor->count, (int64_t)rows * columns);
+    floatX *expected = must_alloc((size_t)rows * columns * sizeof *expected);
+    stored_tensor_copy(tensor, 0, columns, 1, rows, columns, expected);
+    double most = floor, worst = 0;
+    for (size_t i = 0; i < (size_t)rows * columns; i++) {
+        most = fmax(most, fabs((double)expected[i]));
+        worst = fmax(worst, fabs((double)expected[i] - found[i]));
+    }
+    free(expected);
+    return floor > 0 ? worst / most : worst;
+}
+
+static void check_golden(const char *name) {
+    struct golden golden = golden_open(name);
+    struct reference *reference = golden.reference;
+    int tokens = golden.batch.sequences * reference->seq_len, vocab = golden.model.vocab;
+    floatX *logits = must_alloc((size_t)tokens * vocab * sizeof *logits);
+    reference_losses(reference, &golden.batch, logits);
+    double logit = difference(&golden, "logits", logits, tokens, vocab, 0), gradient = 0;
+    struct step_losses losses = reference_gradients(reference, &golden.batch);
+    const char *worst = "";
+    for (int i = 0; i < reference->parameters.count; i++) {
+        const struct parameter *p = &reference->parameters.list[i];
+        double off = difference(&golden, arena_printf(golden.arena, "grad.%s", p->name),
+                                reference->gradients + p->offset, p->rows, p->columns, 1e-3);
+        if (off > gradient) worst = p->name;
+        gradient = fmax(gradient, off);
+    }
+    print_message("%s: logits %.1e, gradients %.1e (%s)\n", name, logit, gradient, worst);
+    assert_true(logit < LOGIT_TOLERANCE);
+    assert_true(gradient < GRADIENT_TOLERANCE);
+    assert_true(fabs(losses.total - expected_value(&golden, "loss")) < LOGIT_TOLERANCE);
+    assert_true(fabs(losses.aux - expected_value(&golden, "aux")) < LOGIT_TOLERANCE);
+    free(logits);
+    golden_close(&golden);
+}
+
+static void golden_values(void **state) {
+    (void)state;
+    static const char *const families[] = {"qwen3", "gptoss", "deepseek"};
+    for (size_t i = 0; i < COUNT(families); i++)
+        for (int number = 1; number <= 3; number++) {
+            char name[32];
+            snprintf(name, sizeof name, "%s-%d", families[i], number);
+            check_golden(name);
+        }
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(finite_differences)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(finite_differences), cmocka_unit_test(golden_values)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
