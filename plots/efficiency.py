@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Schedule efficiency against micro-batches in flight, a line for each sequence length and number of waves.
+"""Schedule efficiency against micro-batches in flight: a point for each order, a line through the best of each number.
 
 usage: efficiency.py OUTPUT RECORDS...    writes OUTPUT.png and OUTPUT.svg
 """
@@ -8,8 +8,7 @@ import argparse
 from common import BLUE, COLUMN_WIDTH, GREEN, ORANGE, PURPLE, VERMILION, plt, read_records, save, sequence_text
 from common import values_of
 
-COLOURS, MARKERS = [BLUE, VERMILION, GREEN, ORANGE, PURPLE], "osD^v"
-STYLES = ["-", (0, (4, 1.5)), (0, (1, 1))]
+COLOURS, MARKERS = [VERMILION, GREEN, BLUE, ORANGE, PURPLE], "osD^v"
 
 
 def main():
@@ -18,29 +17,32 @@ def main():
     parser.add_argument("records", nargs="+")
     options = parser.parse_args()
     records = [r for r in read_records(options.records) if r.get("order.wave") and r["schedule_efficiency"]]
-    sequences, waves = values_of(records, "seq_len"), sorted(values_of(records, "order.waves_in_flight"))
+    sequences = values_of(records, "seq_len")
     figure, axes = plt.subplots(figsize=(COLUMN_WIDTH, 2.2))
-    ticks = set()
+    in_flight = sorted({r["order.wave"] * r["order.waves_in_flight"] for r in records})
+    step = min([b - a for a, b in zip(in_flight, in_flight[1:])] or [1])
     for k, seq_len in enumerate(sequences):
-        for style, in_flight in enumerate(waves):
-            points = sorted((r["order.wave"] * in_flight, r["schedule_efficiency"]) for r in records
-                            if r["seq_len"] == seq_len and r["order.waves_in_flight"] == in_flight)
-            ticks |= {x for x, _ in points}
-            label = sequence_text(seq_len)
-            if len(waves) > 1:
-                label += f", {int(in_flight)} wave{'s' if in_flight > 1 else ''}"
-            axes.plot([x for x, _ in points], [y for _, y in points], label=label, color=COLOURS[k % len(COLOURS)],
-                      marker=MARKERS[k % len(MARKERS)], markersize=3.5, linestyle=STYLES[style % len(STYLES)],
-                      markerfacecolor=None if style == 0 else "white", clip_on=False)
-    axes.set_xticks(sorted(ticks), [f"{int(x)}" for x in sorted(ticks)])
+        colour, shift = COLOURS[k % len(COLOURS)], (k - (len(sequences) - 1) / 2) * step * 0.13
+        best = {}
+        for record in records:
+            if record["seq_len"] == seq_len:
+                x, y = record["order.wave"] * record["order.waves_in_flight"], record["schedule_efficiency"]
+                best[x] = max(best.get(x, 0), y)
+                axes.plot(x + shift, y, color=colour, marker=MARKERS[k % len(MARKERS)], markersize=1.8, alpha=0.45,
+                          markeredgewidth=0, zorder=2)
+        axes.plot([x + shift for x in sorted(best)], [best[x] for x in sorted(best)], color=colour, markersize=3.8,
+                  marker=MARKERS[k % len(MARKERS)], label=sequence_text(seq_len), zorder=3)
+    axes.set_xticks(in_flight, [f"{int(x)}" for x in in_flight])
     lowest = min(r["schedule_efficiency"] for r in records)
-    axes.set_ylim(int(lowest * 20) / 20, 1)
+    axes.set_ylim(int(lowest * 10) / 10, 1)
     axes.set_xlabel("Micro-batches in flight")
     axes.set_ylabel("Schedule efficiency")
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
     axes.set_axisbelow(True)
-    axes.legend(loc="lower right", frameon=False, ncols=max(1, len(sequences) if len(waves) > 1 else 1),
-                handlelength=2.4, columnspacing=1.0, labelspacing=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    handles.append(plt.Line2D([], [], linestyle="", marker="o", markersize=1.8, color="#777777"))
+    axes.legend(handles, [label + ", best order" for label in labels] + ["other orders"], loc="lower right",
+                frameon=True, framealpha=1, edgecolor="none", borderpad=0.2, handlelength=2, labelspacing=0.25)
     figure.subplots_adjust(left=0.135, right=0.975, top=0.97, bottom=0.165)
     save(figure, options.output)
 

@@ -1,0 +1,85 @@
+#!/bin/bash
+# Each figure from a small fixture: PNG and SVG are there, are pictures of some size, and are the same bytes when drawn
+# again and from CSV instead of JSON lines; wrong input ends in an error and leaves no file behind.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-/usr/bin/python3}
+[ "${DISAGMOE_MODE:-plain}" = plain ] || { echo "skip: no program of the suite takes part; the plain run has it"; exit 77; }
+"$python" -c 'import matplotlib' 2>/dev/null || { echo "skip: $python has no matplotlib"; exit 77; }
+
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+failed=0
+fail() { echo "FAIL: $*"; failed=1; }
+
+columns=system,model,nodes,seq_len,global_batch,order.wave,order.waves_in_flight,speedup_vs_megatron,schedule_efficiency
+columns+=,step_time_s,breakdown.attention_s,breakdown.ffn_s,breakdown.other_compute_s,breakdown.exposed_comm_s
+columns+=,breakdown.bubble_s,breakdown.optimizer_s
+# Two models, two sequence lengths, 8 and 16 nodes, both systems; the last point has no feasible plan.
+make_csv() {
+    echo "$columns"
+    for model in deepseek-moe-16b-paper another-model; do
+        for nodes in 8 16; do
+            for seq_len in 4096 32768; do
+                step=$((seq_len * nodes / 1024))
+                echo "megatron,$model,$nodes,$seq_len,1024,,,1,0.6,$step,$((step / 4)),$((step / 4)),0,$((step / 2)),0,0"
+                if [ $model$nodes$seq_len = another-model1632768 ]; then
+                    echo "disagmoe,$model,$nodes,$seq_len,,,,,,,,,,,,"
+                else
+                    echo "disagmoe,$model,$nodes,$seq_len,1024,16,$((nodes / 8)),1.$nodes,0.9$nodes,$step,$((step / 4)),$((step / 4)),0,$((step / 4)),$((step / 4)),0"
+                fi
+            done
+        done
+    done
+}
+make_csv >"$out/records.csv"
+# The same records nested, as `disagmoe sim --json` prints them.
+"$python" - "$out/records.csv" >"$out/records.jsonl" <<'END'
+import csv, json, sys
+for row in csv.DictReader(open(sys.argv[1])):
+    record = {"order": {}, "breakdown": {}}
+    for key, text in row.items():
+        value = None if text == "" else text if key in ("system", "model") else float(text)
+        *parent, name = key.split(".")
+        (record[parent[0]] if parent else record)[name] = value
+    if record["order"]["wave"] is None:
+        record["order"] = None
+    print(json.dumps(record))
+END
+echo '{"speedup_vs_megatron": {"low": 1.2, "high": 1.5}}' >"$out/published.json"
+
+draw() { # FIGURE OUTPUT RECORDS
+    local options=()
+    [ "$1" != speedup ] || options=(--published "$out/published.json")
+    [ "$1" != breakdown ] || options=(--nodes 16)
+    "$python" -B "plots/$1.py" "${options[@]}" "$2" "$3"
+}
+for figure in speedup breakdown efficiency; do
+    draw $figure "$out/$figure" "$out/records.csv"
+    draw $figure "$out/$figure-again" "$out/records.csv"
+    draw $figure "$out/$figure-lines" "$out/records.jsonl"
+    for kind in png svg; do
+        for other in again lines; do
+            cmp "$out/$figure.$kind" "$out/$figure-$other.$kind" || fail "$figure.$kind differs ($other)"
+        done
+    done
+    # A PNG says its width and height in bytes 16 to 23; a figure of one column at 300 dots an inch is 1050 wide.
+    read -r width height < <("$python" -c 'import struct, sys; print(*struct.unpack(">II", open(sys.argv[1], "rb").read()[16:24]))' \
+        "$out/$figure.png")
+    [ "$width" = 1050 ] && [ "$height" -gt 500 ] || fail "$figure.png is $width x $height"
+    [ "$(stat -c %s "$out/$figure.png")" -gt 15000 ] || fail "$figure.png is nearly empty"
+    "$python" -c 'import sys, xml.dom.minidom as x; p = x.parse(sys.argv[1]).getElementsByTagName("path"); sys.exit(len(p) < 20)' \
+        "$out/$figure.svg" || fail "$figure.svg has hardly anything in it"
+    ! grep -q '<dc:date>' "$out/$figure.svg" || fail "$figure.svg holds a date"
+done
+
+: >"$out/empty.jsonl"
+echo '{"system": "mega' >"$out/cut-off.jsonl"
+for wrong in empty.jsonl cut-off.jsonl missing.csv; do
+    for figure in speedup breakdown efficiency; do
+        ! draw $figure "$out/wrong" "$out/$wrong" 2>/dev/null || fail "$figure took $wrong"
+    done
+done
+! "$python" -B plots/breakdown.py "$out/wrong" "$out/records.csv" 2>/dev/null || fail "breakdown mixed 8 and 16 nodes"
+[ -z "$(ls "$out" | grep -E 'wrong|tmp')" ] || fail "files were left behind: $(ls "$out")"
+exit $failed
