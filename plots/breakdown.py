@@ -54,6 +54,7 @@ def main():
         axes.tick_params(axis="x", length=0, pad=1.5)
         axes.tick_params(axis="y", pad=1.5, length=2)
         axes.set_ylim(0, highest * 1.04)
+        axes.yaxis.set_major_locator(plt.MaxNLocator(4, steps=[1, 2, 5, 10]))
         axes.set_title(model_text(model), pad=3)
     panels[0][0].set_ylabel("Step time per token (µs)", labelpad=2)
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0)
@@ -61,8 +62,8 @@ def main():
     figure.legend(handles, [label for _, label, _, _ in PARTS], loc="upper center", ncols=3, frameon=False,
                   handlelength=1.4, columnspacing=1.2, handletextpad=0.4, borderaxespad=0.1, labelspacing=0.25)
     named = ", ".join(f"{letters[system]}: {system}" for system in systems)
-    figure.supxlabel(f"Sequence length ({named}; {int(records[0]['nodes'])} nodes)", fontsize=7, y=0.005)
-    figure.subplots_adjust(left=0.095, right=0.995, top=0.795, bottom=0.19, wspace=0.22)
+    figure.supxlabel(f"Sequence length ({named}; {int(records[0]['nodes'])} nodes)", fontsize=7, y=0.012)
+    figure.subplots_adjust(left=0.1, right=0.995, top=0.8, bottom=0.185, wspace=0.27)
     save(figure, options.output)
 
 

@@ -28,7 +28,8 @@ def draw_model(axes, records, nodes, sequences):
                 axes.text(x + offset, 0.06, f"{speedup:.2f}", rotation=90, fontsize=5.5, ha="center", va="bottom",
                           color="white" if k else BLACK, zorder=3)
     axes.set_xticks(range(len(sequences)), [sequence_text(seq_len) for seq_len in sequences])
-    axes.tick_params(axis="x", length=0)
+    axes.tick_params(axis="x", length=0, pad=2)
+    axes.tick_params(axis="y", pad=2, length=2.5)
 
 
 def main():
@@ -50,22 +51,26 @@ def main():
     for axes, model in zip(panels[0], models):
         draw_model(axes, [r for r in records if r["model"] == model], nodes, sequences)
         axes.set_title(model_text(model), pad=3)
+        if axes is not panels[0][0]:
+            axes.spines["left"].set_visible(False)
+            axes.tick_params(axis="y", left=False)
         axes.axhline(1, color=BLACK, linewidth=0.8, linestyle=(0, (3, 2)), zorder=4)
         if band:
             axes.axhspan(band["low"], band["high"], color=ORANGE, alpha=0.45, linewidth=0, zorder=1)
     panels[0][0].set_ylim(0, highest * 1.05)
-    panels[0][0].set_ylabel("Speedup over Megatron")
+    panels[0][0].yaxis.set_major_locator(plt.MultipleLocator(0.5))
+    panels[0][0].set_ylabel("Speedup over Megatron", labelpad=2)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[k % len(COLOURS)]) for k in range(len(nodes))]
     labels = [f"{int(count)} nodes" for count in nodes]
     if band:
         handles.append(plt.Rectangle((0, 0), 1, 1, color=ORANGE, alpha=0.45, linewidth=0))
         labels.append(f"paper: {band['low']:.2f}–{band['high']:.2f}")
     handles.append(plt.Line2D([], [], color=BLACK, linewidth=0.8, linestyle=(0, (3, 2))))
-    labels.append("Megatron")
+    labels.append("Megatron = 1")
     figure.legend(handles, labels, loc="upper center", ncols=len(labels), frameon=False, handlelength=1.4,
                   columnspacing=1.0, handletextpad=0.4, borderaxespad=0.1)
     figure.supxlabel("Sequence length", fontsize=7, y=0.01)
-    figure.subplots_adjust(left=0.105, right=0.995, top=0.83, bottom=0.155, wspace=0.06)
+    figure.subplots_adjust(left=0.105, right=0.995, top=0.83, bottom=0.165, wspace=0.05)
     save(figure, options.output)
 
 
