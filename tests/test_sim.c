@@ -17,28 +17,12 @@ repository's root, whose cluster file lends its rates.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #define CASES 1000 /* manifests of the property test */
 #define SEED 20250511
 #define EXACT 1e-9
 
 /* ---- help ---------------------------------------------------------------------------------------------- */
-
-static char manifest_file[] = "/tmp/disagmoe-test-sim-XXXXXX";
-static char folder[4096]; /* the repository's root */
-
-static int prepare(void **state) {
-    (void)state;
-    int file = mkstemp(manifest_file);
-    if (file < 0 || !getcwd(folder, sizeof folder)) return -1;
-    return close(file);
-}
-
-static int clean_up(void **state) {
-    (void)state;
-    return unlink(manifest_file);
-}
 
 static int sampled(int count) {
     const char *sample = getenv("DISAGMOE_SAMPLE");
@@ -62,13 +46,9 @@ static void assert_no_errors(struct errors *errors) {
 
 /* Reads a manifest's text; the experiment belongs to the caller. */
 static struct experiment read_text(const char *text) {
-    FILE *stream = fopen(manifest_file, "w");
-    assert_non_null(stream);
-    fputs(text, stream);
-    fclose(stream);
     struct experiment experiment;
     struct errors errors = {0};
-    if (!experiment_read(manifest_file, NULL, 0, &experiment, &errors))
+    if (!experiment_read_text(text, "experiments/test.json", &experiment, &errors))
         fail_msg("%s in %s", errors.count ? errors.messages[0] : "no message", text);
     assert_no_errors(&errors);
     return experiment;
@@ -551,9 +531,10 @@ struct tally {
 
 /* What the case is, should an assertion fail in it. */
 static char *current;
+static const char *current_system;
 
 static void run_random(const struct point *point, const char *name, struct rng *rng, struct tally *tally) {
-    const struct system *system = system_named(name);
+    const struct system *system = system_named(current_system = name);
     struct outcome outcome = {0};
     struct errors errors = {0};
     struct plan plan;
@@ -572,7 +553,7 @@ static void run_random(const struct point *point, const char *name, struct rng *
 
 static int show_case(void **state) {
     (void)state;
-    if (current) print_error("the manifest was %s\n", current);
+    if (current) fprintf(stderr, "the case was %s of %s\n", current_system, current);
     free(current);
     current = NULL;
     return 0;
@@ -597,6 +578,253 @@ static void test_random_manifests(void **state) {
     assert_true(tally.swapped >= tally.run / 2);
 }
 
+/* ---- memory levers ------------------------------------------------------------------------------------- */
+
+/* One lever on top of the fixed defaults, and the resource whose peak it promises to lower. */
+struct lever {
+    const char *name;
+    struct memory memory;
+};
+
+static const struct lever levers[] = {
+    {"none", {0}},
+    {"selective", {.recompute = RECOMPUTE_SELECTIVE}},
+    {"full", {.recompute = RECOMPUTE_FULL}},
+    {"resend", {.expert_input = INPUT_RESEND}},
+    {"bf16 gradients", {.grads = PRECISION_BF16}},
+    {"bf16 moments", {.moments = PRECISION_BF16}},
+    {"zero", {.zero = 1}},
+    {"offload", {.offload = true}},
+};
+
+struct saving {
+    double peak, activations, static_bytes; /* sums over the groups */
+    int forward[2];                         /* operations of attention and ffn */
+};
+
+static struct saving use_lever(const struct point *point, const char *system, struct memory memory) {
+    struct point changed = *point;
+    changed.memory = memory;
+    changed.auto_memory = false;
+    struct outcome outcome = simulate(&changed, system);
+    const struct schedule *schedule = outcome.schedule;
+    double *peaks = must_alloc((size_t)schedule->group_count * sizeof *peaks);
+    struct saving saving = {.peak = outcome.result.peak_memory};
+    schedule_memory_peaks(schedule, &outcome.timeline, peaks);
+    for (int g = 0; g < schedule->group_count; g++) {
+        saving.activations += peaks[g] - schedule->groups[g].static_bytes;
+        saving.static_bytes += schedule->groups[g].static_bytes;
+    }
+    for (int op = 0; op < schedule->op_count; op++)
+        if (schedule->ops[op].pass == PASS_FORWARD && schedule->ops[op].kind <= KIND_FFN)
+            saving.forward[schedule->ops[op].kind == KIND_FFN]++;
+    free(peaks);
+    outcome_free(&outcome);
+    return saving;
+}
+
+static void check_levers(const struct point *point, const char *system) {
+    struct saving none = use_lever(point, system, levers[0].memory), selective = none;
+    for (size_t i = 1; i < COUNT(levers); i++) {
+        struct saving with = use_lever(point, system, levers[i].memory);
+        bool of_state = i >= 4;
+        if (of_state ? with.static_bytes >= none.static_bytes : with.activations >= none.activations)
+            fail_msg("%s saves nothing in %s", levers[i].name, system);
+        if (!of_state) assert_near(with.static_bytes, none.static_bytes, EXACT);
+        assert_at_most(with.peak, none.peak, levers[i].name);
+        assert_int_equal(with.forward[0], 6 * 8);
+        assert_int_equal(with.forward[1], 6 * 8);
+        if (i == 1) selective = with;
+        if (i == 2) assert_true(with.activations < selective.activations);
+    }
+}
+
+static void test_levers(void **state) {
+    (void)state;
+    struct experiment experiment =
+        plain(6, 2,
+              "\"micro_batches\":8,\"parallel\":{\"pp\":2,\"vpp\":1,\"ep\":4,\"groups\":2,"
+              "\"attn_gpus\":2,\"ffn_gpus\":2},\"placement\":\"mixed-nodes\",\"order\":{\"wave\":8,"
+              "\"waves_in_flight\":1}");
+    check_levers(&experiment.points[0], "megatron");
+    check_levers(&experiment.points[0], "disagmoe");
+    experiment_free(&experiment);
+}
+
+/* BF16 weights 2 bytes, gradients 4 or 2, master weights 4, moments 8 or 4; ZeRO shares out the last two
+   among those that hold the same parameters, offload moves them to the host. */
+static void test_static_bytes(void **state) {
+    (void)state;
+    static const struct shard shards[] = {{1000, NULL, 8}, {500, NULL, 2}};
+    for (int grads = 0; grads < 2; grads++)
+        for (int moments = 0; moments < 2; moments++)
+            for (int zero = 0; zero < 2; zero++)
+                for (int offload = 0; offload < 2; offload++) {
+                    struct plan plan = {
+                        .memory = {.grads = grads, .moments = moments, .zero = zero, .offload = offload}};
+                    double held = 1500 * (2 + (grads == PRECISION_BF16 ? 2 : 4));
+                    double optimizer = 4 + (moments == PRECISION_BF16 ? 4 : 8);
+                    double elements = zero ? 1000.0 / 8 + 500.0 / 2 : 1500;
+                    assert_near(plan_static_bytes(&plan, shards, 2), held + !offload * optimizer * elements,
+                                EXACT);
+                }
+}
+
+/* ---- sizes --------------------------------------------------------------------------------------------- */
+
+static void check_size(int global_batch, int micro_batch_size, int gpus_of_replica, int attention_gpus) {
+    struct experiment experiment =
+        plain(2, 2, "\"global_batch\":%d,\"micro_batch_size\":%d", global_batch, micro_batch_size);
+    struct plan plan = {.point = &experiment.points[0]};
+    assert_true(plan_size(&plan, gpus_of_replica, attention_gpus));
+    int of_replica = attention_gpus * micro_batch_size, room = plan.replicas * of_replica;
+    assert_true(plan.sequences == global_batch);
+    assert_int_equal(plan.gpus, plan.replicas * gpus_of_replica);
+    assert_in_range(plan.replicas, 1, 16 / gpus_of_replica);
+    /* Enough micro-batches, none too many, and no replica without work. */
+    assert_true(plan.micro_batches * room >= global_batch);
+    assert_true((plan.micro_batches - 1) * room < global_batch);
+    assert_true((plan.replicas - 1) * of_replica < global_batch);
+    experiment_free(&experiment);
+}
+
+static void test_plan_size(void **state) {
+    (void)state;
+    for (int batch = 1; batch <= 40; batch += 3)
+        for (int size = 1; size <= 3; size++)
+            for (int gpus = 2; gpus <= 16; gpus += 3) check_size(batch, size, gpus, 1 + batch % (gpus - 1));
+    struct experiment experiment = plain(2, 2, "\"global_batch\":10");
+    struct plan plan = {.point = &experiment.points[0]};
+    assert_true(plan_size(&plan, 8, 4)); /* two replicas of four: the last micro-batch is not full */
+    assert_int_equal(plan.replicas, 2);
+    assert_int_equal(plan.micro_batches, 2);
+    assert_false(plan_size(&plan, 17, 4));
+    experiment_free(&experiment);
+    experiment = plain(2, 2, "\"micro_batches\":3,\"micro_batch_size\":2");
+    plan = (struct plan){.point = &experiment.points[0]};
+    assert_true(plan_size(&plan, 5, 4));
+    assert_int_equal(plan.replicas, 3);
+    assert_int_equal(plan.gpus, 15);
+    assert_true(plan.sequences == 3 * 2 * 4 * 3);
+    experiment_free(&experiment);
+}
+
+/* ---- the tuner ----------------------------------------------------------------------------------------- */
+
+static char *tuned_record(const struct point *point, const char *system) {
+    struct outcome outcome = simulate(point, system);
+    assert_false(outcome.result.oom);
+    cJSON *record = result_json(&outcome.result);
+    char *text = cJSON_PrintUnformatted(record);
+    cJSON_Delete(record);
+    outcome_free(&outcome);
+    return text;
+}
+
+static void test_tuner_is_deterministic(void **state) {
+    (void)state;
+    for (int batch = 8; batch <= 24; batch += 8) {
+        struct experiment experiment = plain(6, 1, "\"global_batch\":%d", batch);
+        for (int i = 0; i < 2; i++) {
+            char *first = tuned_record(&experiment.points[0], experiment.points[0].systems[i]);
+            char *second = tuned_record(&experiment.points[0], experiment.points[0].systems[i]);
+            assert_string_equal(first, second);
+            cJSON_free(first);
+            cJSON_free(second);
+        }
+        experiment_free(&experiment);
+    }
+}
+
+/* The quickest of all layouts and placements, by trying each. */
+static double best_of_all(const struct point *point, const struct system *system) {
+    struct parallel *layouts = must_alloc(4096 * sizeof *layouts);
+    int count = system->layouts(point, layouts, 4096);
+    double best = INFINITY;
+    for (int i = 0; i < count; i++)
+        for (int placement = 0; placement <= system->uses_placement; placement++) {
+            struct plan plan = {.point = point,
+                                .parallel = layouts[i],
+                                .memory = point->memory,
+                                .order = point->order,
+                                .placement = placement};
+            struct errors ignored = {0};
+            struct result result;
+            if (system->size(&plan, &ignored)) {
+                simulate_plan(system, &plan, &result, NULL, NULL);
+                best = fmin(best, result.step_time / plan.sequences);
+            }
+            errors_free(&ignored);
+        }
+    free(layouts);
+    return best;
+}
+
+/* With memory and order given, layout and placement are searched exhaustively: bounds may not lose the best.
+ */
+static void test_tuner_finds_the_best(void **state) {
+    (void)state;
+    struct rng rng = rng_seed(SEED + 1);
+    for (int i = 0; i < sampled(30); i++) {
+        struct experiment experiment = plain(
+            between(&rng, 1, 6), 1,
+            "\"%s\":%d,\"placement\":\"auto\",\"memory\":{\"recompute\":\"%s\",\"expert_input\":"
+            "\"%s\"},\"order\":{\"wave\":%d,\"waves_in_flight\":1,\"prefer\":\"wave\"}",
+            CHOOSE(&rng, "global_batch", "micro_batches"), between(&rng, 1, 24),
+            CHOOSE(&rng, "none", "selective", "full"), CHOOSE(&rng, "keep", "resend"), between(&rng, 1, 8));
+        const struct point *point = &experiment.points[0];
+        for (int k = 0; k < 2; k++) {
+            struct outcome outcome = simulate(point, point->systems[k]);
+            double found = outcome.result.step_time / outcome.result.plan.sequences;
+            assert_near(found, best_of_all(point, outcome.result.system), EXACT);
+            outcome_free(&outcome);
+        }
+        experiment_free(&experiment);
+    }
+}
+
+/* Where nothing fits there is no choice, and the record says so. */
+static void test_nothing_fits(void **state) {
+    (void)state;
+    struct experiment experiment = plain(6, 1, "\"global_batch\":8");
+    struct point *point = &experiment.points[0];
+    point->cluster->gpu.memory_bytes = point->cluster->rates[RATE_MEMORY_RESERVE] + 1000;
+    for (int i = 0; i < 2; i++) {
+        struct plan plan;
+        struct errors errors = {0};
+        bool feasible = true;
+        assert_true(tune_point(system_named(point->systems[i]), point, &plan, &feasible, &errors));
+        assert_false(feasible);
+        assert_no_errors(&errors);
+    }
+    /* A layout and a memory that are given run all the same. */
+    point->auto_memory = point->auto_placement = false;
+    point->placement = PLACEMENT_MIXED;
+    for (int i = 0; i < 2; i++) {
+        struct outcome outcome = simulate(point, point->systems[i]);
+        assert_true(outcome.result.oom);
+        assert_true(outcome.result.step_time > 0);
+        outcome_free(&outcome);
+    }
+    experiment_free(&experiment);
+}
+
+/* ---- speedups ------------------------------------------------------------------------------------------ */
+
+static void test_speedups(void **state) {
+    (void)state;
+    struct result results[] = {
+        {.system = system_named("megatron"), .feasible = true, .tokens_per_s = 100},
+        {.system = system_named("disagmoe"), .feasible = true, .tokens_per_s = 150},
+        {.system = system_named("disagmoe"), .feasible = false},
+    };
+    fill_speedups(results, 3);
+    assert_true(results[0].speedup == 1 && results[1].speedup == 1.5 && isnan(results[2].speedup));
+    results[0].oom = true; /* no baseline then */
+    fill_speedups(results, 3);
+    assert_true(isnan(results[0].speedup) && isnan(results[1].speedup));
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_1f1b),
@@ -605,6 +833,13 @@ int main(void) {
         cmocka_unit_test(test_unequal_stages),
         cmocka_unit_test(test_disagmoe_efficiency),
         cmocka_unit_test_teardown(test_random_manifests, show_case),
+        cmocka_unit_test(test_levers),
+        cmocka_unit_test(test_static_bytes),
+        cmocka_unit_test(test_plan_size),
+        cmocka_unit_test(test_tuner_is_deterministic),
+        cmocka_unit_test(test_tuner_finds_the_best),
+        cmocka_unit_test(test_nothing_fits),
+        cmocka_unit_test(test_speedups),
     };
-    return cmocka_run_group_tests(tests, prepare, clean_up);
+    return cmocka_run_group_tests(tests, NULL, NULL);
 }
