@@ -1,0 +1,816 @@
+/*
+Reading of experiment manifests: what each kind of mistake is told as, sweeps, --set, parts that are "auto",
+routing, and texts that are no manifests at all; then thousands of manifests with random damage, which may be
+refused but never bring the program down.
+
+Random cases come from a fixed seed; DISAGMOE_SAMPLE=N runs one N-th of them. Everything runs from the
+repository's root, whose experiments are read.
+*/
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "plan/plan.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define MUTATIONS 3000
+#define SEED 7
+#define EXACT 1e-12
+#define HERE "experiments/test.json" /* the manifest that texts stand for */
+
+/* ---- help ---------------------------------------------------------------------------------------------- */
+
+static int sampled(int count) {
+    const char *sample = getenv("DISAGMOE_SAMPLE");
+    int divisor = sample ? atoi(sample) : 1;
+    return divisor > 1 ? (count + divisor - 1) / divisor : count;
+}
+
+static void assert_near(double found, double expected) {
+    if (!(fabs(found - expected) <= EXACT * fmax(fabs(found), fabs(expected))))
+        fail_msg("found %.17g, expected %.17g", found, expected);
+}
+
+static bool says(const struct errors *errors, const char *part) {
+    for (int i = 0; i < errors->count; i++)
+        if (strstr(errors->messages[i], part)) return true;
+    return false;
+}
+
+static void assert_says(const struct errors *errors, const char *part) {
+    if (says(errors, part)) return;
+    errors_print(errors, stderr);
+    fail_msg("no message says \"%s\"", part);
+}
+
+/* A sound manifest with the model and the cluster in their own files. */
+#define SOUND                                                                                                \
+    "{\"name\":\"test\",\"model\":\"models/deepseek-moe-16b-paper.json\",\"cluster\":"                       \
+    "\"clusters/h800-16x8.json\",\"systems\":[\"megatron\",\"disagmoe\"],\"seq_len\":4096,"                  \
+    "\"global_batch\":1024}"
+
+/* Reads SOUND with keys added or replaced; the model and the cluster are put in place where a path leads into
+   them. */
+struct reading {
+    struct experiment experiment;
+    struct errors errors;
+    bool good;
+};
+
+static void put_in_place(cJSON *manifest, const char *key, const char *path) {
+    cJSON *item = cJSON_GetObjectItemCaseSensitive(manifest, key);
+    if (strncmp(path, key, strlen(key)) != 0 || path[strlen(key)] != '.' || !cJSON_IsString(item)) return;
+    char file[256];
+    snprintf(file, sizeof file, "experiments/%s", item->valuestring);
+    struct errors errors = {0};
+    struct arena *arena = arena_new();
+    struct json loaded = json_read_file(file, arena, &errors);
+    assert_int_equal(errors.count, 0);
+    cJSON_ReplaceItemInObjectCaseSensitive(manifest, key, loaded.node);
+    arena_free(arena);
+}
+
+/* value: JSON text; NULL removes the key. */
+struct change {
+    const char *path, *value;
+};
+
+static void change(cJSON *manifest, struct change it) {
+    put_in_place(manifest, "model", it.path);
+    put_in_place(manifest, "cluster", it.path);
+    if (it.value) {
+        cJSON *value = cJSON_Parse(it.value);
+        assert_non_null(value);
+        assert_true(json_set_path(manifest, it.path, value));
+        return;
+    }
+    const char *dot = strrchr(it.path, '.');
+    char parent[128] = "";
+    if (dot) memcpy(parent, it.path, (size_t)(dot - it.path));
+    cJSON_DeleteItemFromObjectCaseSensitive(dot ? json_get_path(manifest, parent) : manifest,
+                                            dot ? dot + 1 : it.path);
+}
+
+static struct reading read_text(const char *text) {
+    struct reading reading = {0};
+    reading.good = experiment_read_text(text, HERE, &reading.experiment, &reading.errors);
+    assert_true(reading.good == (reading.errors.count == 0));
+    return reading;
+}
+
+static struct reading read_changed(const struct change *changes, size_t count) {
+    cJSON *manifest = cJSON_Parse(SOUND);
+    for (size_t i = 0; i < count; i++) change(manifest, changes[i]);
+    char *text = cJSON_PrintUnformatted(manifest);
+    struct reading reading = read_text(text);
+    cJSON_free(text);
+    cJSON_Delete(manifest);
+    return reading;
+}
+
+/* SOUND changed in one place. */
+static struct reading read_with(const char *path, const char *value) {
+    return read_changed(&(struct change){path, value}, 1);
+}
+
+static void reading_free(struct reading *reading) {
+    experiment_free(&reading->experiment);
+    errors_free(&reading->errors);
+}
+
+static void assert_good(const struct reading *reading) {
+    if (!reading->good) fail_msg("unexpected: %s", reading->errors.messages[0]);
+}
+
+/* ---- what is wrong is named ---------------------------------------------------------------------------- */
+
+/* The key that is named, what was found and what is allowed. */
+struct mistake {
+    struct change change;
+    const char *path, *says;
+};
+
+static const struct mistake mistakes[] = {
+    /* unknown keys */
+    {{"sequence", "1"}, "sequence", "unknown key"},
+    {{"seqlen", "1"}, "seqlen", "did you mean \"seq_len\"?"},
+    {{"model.layer", "1"}, "model.layer", "did you mean \"layers\"?"},
+    {{"model.moe.gates", "1"}, "model.moe.gates", "unknown key"},
+    {{"cluster.rates.gem", "{}"}, "cluster.rates.gem", "did you mean \"gemm\"?"},
+    {{"cluster.gpu.memory", "1"}, "cluster.gpu.memory", "unknown key"},
+    {{"parallel", "{\"tp\":2}"}, "parallel.tp", "unknown key"},
+    {{"memory", "{\"zeros\":2}"}, "memory.zeros", "did you mean \"zero\"?"},
+    {{"order", "{\"wave\":1,\"waves_in_flight\":1,\"x\":1}"}, "order.x", "unknown key"},
+    {{"costs", "{\"attn_fwd\":1}"}, "costs.attn_fwd", "did you mean \"attn_fwd_s\"?"},
+    /* missing keys */
+    {{"model", NULL}, "model", "missing"},
+    {{"cluster", NULL}, "cluster", "missing"},
+    {{"systems", NULL}, "systems", "missing"},
+    {{"seq_len", NULL}, "seq_len", "missing"},
+    {{"global_batch", NULL}, "global_batch", "missing; exactly one of global_batch and micro_batches"},
+    {{"model.layers", NULL}, "model.layers", "missing"},
+    {{"model.moe.top_k", NULL}, "model.moe.top_k", "missing"},
+    {{"cluster.rates.gemm", NULL}, "cluster.rates.gemm", "missing"},
+    {{"cluster.rates.hbm.source", NULL}, "cluster.rates.hbm.source", "missing"},
+    {{"order", "{\"wave\":4}"}, "order.waves_in_flight", "missing"},
+    /* wrong types */
+    {{"seq_len", "\"4K\""}, "seq_len", "found \"4K\""},
+    {{"seq_len", "4096.5"}, "seq_len", "a whole number"},
+    {{"seq_len", "null"}, "seq_len", "found null"},
+    {{"seq_len", "[4096]"}, "seq_len", "found […]"},
+    {{"name", "1"}, "name", "found 1"},
+    {{"model", "1"}, "model", "found 1"},
+    {{"model", "[]"}, "model", "found []"},
+    {{"model.attention", "true"}, "model.attention", "an object"},
+    {{"model.tie_embeddings", "1"}, "model.tie_embeddings", "found 1"},
+    {{"cluster", "true"}, "cluster", "found true"},
+    {{"cluster.nodes", "{}"}, "cluster.nodes", "found {}"},
+    {{"systems", "\"megatron\""}, "systems", "found \"megatron\""},
+    {{"systems", "[]"}, "systems", "at least one"},
+    {{"systems", "[\"megatron\",7]"}, "systems[1]", "found 7"},
+    {{"systems", "[\"megatron\",\"megatron\"]"}, "systems[1]", "twice"},
+    {{"parallel", "3"}, "parallel", "found 3"},
+    {{"parallel", "{\"pp\":\"many\"}"}, "parallel.pp", "found \"many\""},
+    {{"memory", "\"small\""}, "memory", "found \"small\""},
+    {{"memory", "{\"offload\":1}"}, "memory.offload", "found 1"},
+    {{"order", "[]"}, "order", "found []"},
+    {{"placement", "2"}, "placement", "found 2"},
+    {{"placement", "\"anywhere\""}, "placement", "auto|split-nodes|mixed-nodes"},
+    {{"routing", "0.5"}, "routing", "found 0.5"},
+    {{"costs", "7"}, "costs", "found 7"},
+    {{"sweep", "[]"}, "sweep", "found []"},
+    {{"sweep", "{\"seq_len\":4096}"}, "sweep.seq_len", "a list of at least one value"},
+    {{"sweep", "{\"seq_len\":[]}"}, "sweep.seq_len", "a list of at least one value"},
+    /* out of range, not among the words */
+    {{"seq_len", "0"}, "seq_len", "found 0"},
+    {{"seq_len", "1e300"}, "seq_len", "found 1"},
+    {{"micro_batch_size", "-1"}, "micro_batch_size", "found -1"},
+    {{"global_batch", "0"}, "global_batch", "found 0"},
+    {{"seed", "-1"}, "seed", "found -1"},
+    {{"model.layers", "0"}, "model.layers", "found 0"},
+    {{"model.moe.experts", "-3"}, "model.moe.experts", "found -3"},
+    {{"model.moe.router", "\"best\""}, "model.moe.router", "softmax_topk"},
+    {{"model.attention.window_layers", "\"some\""}, "model.attention.window_layers", "none"},
+    {{"cluster.nodes", "0"}, "cluster.nodes", "found 0"},
+    {{"cluster.rates.gemm.value", "0"}, "cluster.rates.gemm.value", "found 0"},
+    {{"cluster.rates.gemm.unit", "\"FLOPS\""}, "cluster.rates.gemm.unit", "FLOP/s"},
+    {{"cluster.slow_gpus", "[{\"gpu\":128,\"speed\":0.5}]"}, "cluster.slow_gpus[0].gpu", "128 GPUs"},
+    {{"cluster.slow_gpus", "[{\"gpu\":1,\"speed\":0}]"}, "cluster.slow_gpus[0].speed", "found 0"},
+    {{"parallel", "{\"ep\":0}"}, "parallel.ep", "found 0"},
+    {{"memory", "{\"zero\":4}"}, "memory.zero", "found 4"},
+    {{"memory", "{\"recompute\":\"some\"}"}, "memory.recompute", "none"},
+    {{"memory", "{\"grads\":\"fp8\"}"}, "memory.grads", "fp32"},
+    {{"order", "{\"wave\":0,\"waves_in_flight\":1}"}, "order.wave", "found 0"},
+    {{"order", "{\"wave\":1,\"waves_in_flight\":1,\"prefer\":\"me\"}"}, "order.prefer", "backward"},
+    {{"costs", "{\"p2p_s\":-1}"}, "costs.p2p_s", "found -1"},
+    {{"routing", "\"zipf\""}, "routing", "found \"zipf\""},
+    {{"routing", "\"zipf:\""}, "routing", "zipf:EXPONENT"},
+    {{"routing", "\"zipf:-1\""}, "routing", "exponent from 0"},
+    {{"routing", "\"zipf:1x\""}, "routing", "found \"zipf:1x\""},
+    {{"routing", "\"zipf:nan\""}, "routing", "found \"zipf:nan\""},
+    {{"routing", "\"skewed\""}, "routing", "found \"skewed\""},
+    {{"routing", "\"file:none.txt\""}, "routing", "cannot be opened"},
+    {{"sweep", "{\"seq_len\":[1024,-5]}"}, "seq_len", "found -5"},
+    {{"sweep", "{\"seq_len.x\":[1]}"}, "seq_len.x", "no such place"},
+    {{"sweep", "{\"unheard\":[1]}"}, "unheard", "unknown key"},
+    /* impossible together */
+    {{"micro_batches", "4"}, "global_batch", "exactly one of the two"},
+    {{"model.attention.kv_heads", "3"}, "model.attention.kv_heads", "a divisor of heads"},
+    {{"model.moe.top_k", "65"}, "model.moe.top_k", "at most experts"},
+    {{"model.moe.dense_layers", "29"}, "model.moe.dense_layers", "at most layers"},
+    {{"model.moe.dense_layers", "1"}, "model.moe.dense_hidden", "at least 1"},
+    {{"model.attention.window", "128"}, "model.attention.window_layers", "window 128"},
+    {{"model.attention.window_layers", "\"even\""}, "model.attention.window", "at least 1"},
+    {{"cluster.nics_per_node", "3"}, "cluster.nics_per_node", "a divisor of gpus_per_node"},
+    /* files that are not there */
+    {{"model", "\"models/none.json\""}, "experiments/models/none.json", "cannot be opened"},
+    {{"cluster", "\"models\""}, "experiments/models", "cannot be read"},
+};
+
+static void test_mistakes(void **state) {
+    (void)state;
+    for (size_t i = 0; i < COUNT(mistakes); i++) {
+        struct reading reading = read_changed(&mistakes[i].change, 1);
+        char start[256];
+        bool of_file = strstr(mistakes[i].path, "experiments/") == mistakes[i].path;
+        snprintf(start, sizeof start, of_file ? "%s%s: " : "%s: %s: ", of_file ? "" : HERE, mistakes[i].path);
+        bool found = false;
+        for (int k = 0; k < reading.errors.count; k++)
+            found |= strncmp(reading.errors.messages[k], start, strlen(start)) == 0 &&
+                     strstr(reading.errors.messages[k] + strlen(start), mistakes[i].says) != NULL;
+        if (!found) {
+            errors_print(&reading.errors, stderr);
+            fail_msg("%s: no message begins \"%s\" and says \"%s\"", mistakes[i].change.path, start,
+                     mistakes[i].says);
+        }
+        reading_free(&reading);
+    }
+}
+
+static void test_all_at_once(void **state) {
+    (void)state;
+    static const struct change changes[] = {
+        {"seq_len", "\"long\""},      {"micro_batch_size", "0"}, {"unheard", "1"},
+        {"model.layers", "-1"},       {"model.moe.top_k", "99"}, {"model.attention.kv_heads", "5"},
+        {"cluster.nodes", "0"},       {"routing", "\"odd\""},    {"memory", "{\"zero\":9,\"grads\":1}"},
+        {"parallel", "{\"pp\":-1}"},  {"order", "{\"wave\":0}"}, {"costs", "{\"p2p_s\":\"x\"}"},
+        {"placement", "\"nowhere\""}, {"systems", "[1]"},
+    };
+    static const char *const named[] = {
+        ": seq_len: ",       ": micro_batch_size: ", ": unheard: ",
+        ": model.layers: ",  ": model.moe.top_k: ",  ": model.attention.kv_heads: ",
+        ": cluster.nodes: ", ": memory.zero: ",      ": memory.grads: ",
+        ": parallel.pp: ",   ": order.wave: ",       ": order.waves_in_flight: ",
+        ": costs.p2p_s: ",   ": placement: ",        ": systems[0]: "};
+    struct reading reading = read_changed(changes, COUNT(changes));
+    for (size_t i = 0; i < COUNT(named); i++) assert_says(&reading.errors, named[i]);
+    reading_free(&reading);
+    /* Routing is looked at where the model is sound: the number of experts is known then. */
+    static const struct change two[] = {{"routing", "\"odd\""}, {"seq_len", "0"}};
+    reading = read_changed(two, 2);
+    assert_int_equal(reading.errors.count, 2);
+    reading_free(&reading);
+}
+
+/* The same mistake at every point of a sweep is told once. */
+static void test_told_once(void **state) {
+    (void)state;
+    static const struct change changes[] = {{"seed", "-1"}, {"sweep", "{\"seq_len\":[1024,2048,4096]}"}};
+    struct reading reading = read_changed(changes, 2);
+    assert_int_equal(reading.errors.count, 1);
+    reading_free(&reading);
+}
+
+/* ---- defaults and auto --------------------------------------------------------------------------------- */
+
+static void test_defaults(void **state) {
+    (void)state;
+    struct reading reading = read_text(SOUND);
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 1);
+    const struct point *point = &reading.experiment.points[0];
+    assert_string_equal(point->name, "test");
+    assert_string_equal(point->label, "");
+    assert_string_equal(point->model->name, "deepseek-moe-16b-paper");
+    assert_string_equal(point->cluster->name, "h800-16x8");
+    assert_int_equal(point->system_count, 2);
+    assert_string_equal(point->systems[1], "disagmoe");
+    assert_int_equal(point->micro_batch_size, 1);
+    assert_int_equal(point->seed, 1);
+    assert_int_equal(point->micro_batches, 0);
+    assert_null(point->table);
+    assert_true(point->auto_memory && point->auto_order && point->auto_placement);
+    assert_string_equal(point->routing.text, "balanced");
+    for (int i = 0; i < 64; i++) assert_near(point->routing.share[i], 1.0 / 64);
+    reading_free(&reading);
+}
+
+/* Which parts a manifest leaves open. */
+struct openness {
+    const char *parallel, *memory, *placement; /* NULL: not in the manifest */
+    bool open_memory, open_placement;
+};
+
+static void test_auto(void **state) {
+    (void)state;
+    static const struct openness cases[] = {
+        {NULL, NULL, NULL, true, true},
+        {"\"auto\"", NULL, NULL, true, true},
+        {"{\"pp\":2}", NULL, NULL, false, false},
+        {"{\"pp\":2}", "\"auto\"", NULL, true, false},
+        {"{\"pp\":2}", NULL, "\"auto\"", false, true},
+        {"{\"pp\":2}", "{}", "\"mixed-nodes\"", false, false},
+        {NULL, "{}", NULL, false, true},
+        {"\"auto\"", "{\"zero\":1}", "\"split-nodes\"", false, false},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        const struct change changes[] = {
+            {"parallel", cases[i].parallel}, {"memory", cases[i].memory}, {"placement", cases[i].placement}};
+        struct reading reading = read_changed(changes, COUNT(changes));
+        assert_good(&reading);
+        const struct point *point = &reading.experiment.points[0];
+        if (point->auto_memory != cases[i].open_memory || point->auto_placement != cases[i].open_placement)
+            fail_msg("case %zu: memory %d, placement %d", i, point->auto_memory, point->auto_placement);
+        assert_true(point->auto_order);
+        reading_free(&reading);
+    }
+}
+
+static void test_parallel_in_part(void **state) {
+    (void)state;
+    struct reading reading = read_with("parallel", "{\"ep\":16,\"pp\":\"auto\",\"groups\":4}");
+    assert_good(&reading);
+    const struct point *point = &reading.experiment.points[0];
+    assert_int_equal(point->parallel.ep, 16);
+    assert_int_equal(point->parallel.pp, 0);
+    assert_int_equal(point->parallel.vpp, 0);
+    assert_int_equal(point->parallel.groups, 4);
+    assert_int_equal(point->parallel.attn_gpus, 0);
+    reading_free(&reading);
+}
+
+static void test_given_parts(void **state) {
+    (void)state;
+    static const struct change changes[] = {
+        {"memory", "{\"recompute\":\"full\",\"expert_input\":\"resend\",\"grads\":\"bf16\",\"moments\":"
+                   "\"bf16\",\"zero\":1,\"offload\":true}"},
+        {"order", "{\"wave\":16,\"waves_in_flight\":2}"},
+        {"placement", "\"mixed-nodes\""},
+        {"costs", "{\"attn_fwd_s\":0.5,\"optimizer_s\":2}"},
+        {"seed", "9"},
+    };
+    struct reading reading = read_changed(changes, COUNT(changes));
+    assert_good(&reading);
+    const struct point *point = &reading.experiment.points[0];
+    assert_int_equal(point->memory.recompute, RECOMPUTE_FULL);
+    assert_int_equal(point->memory.expert_input, INPUT_RESEND);
+    assert_int_equal(point->memory.grads, PRECISION_BF16);
+    assert_int_equal(point->memory.moments, PRECISION_BF16);
+    assert_int_equal(point->memory.zero, 1);
+    assert_true(point->memory.offload && !point->auto_memory && !point->auto_order && !point->auto_placement);
+    assert_int_equal(point->order.wave, 16);
+    assert_int_equal(point->order.waves_in_flight, 2);
+    assert_int_equal(point->order.prefer, PREFER_WAVE);
+    assert_int_equal(point->placement, PLACEMENT_MIXED);
+    assert_non_null(point->table);
+    assert_true(point->table->attn_fwd_s == 0.5 && point->table->optimizer_s == 2);
+    assert_true(point->table->ffn_fwd_s == 0);
+    assert_int_equal(point->seed, 9);
+    reading_free(&reading);
+    reading = read_with("costs", "null"); /* as if it were not there */
+    assert_good(&reading);
+    assert_null(reading.experiment.points[0].table);
+    assert_true(reading.experiment.points[0].auto_memory);
+    reading_free(&reading);
+}
+
+/* ---- sweeps -------------------------------------------------------------------------------------------- */
+
+static void test_sweep(void **state) {
+    (void)state;
+    struct reading reading =
+        read_with("sweep", "{\"model\":[\"models/deepseek-moe-16b-paper.json\",\"models/gpt-oss-120b-paper"
+                           ".json\"],\"cluster.nodes\":[8,16],\"seq_len\":[1024,2048,4096]}");
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 12);
+    static const int lengths[] = {1024, 2048, 4096};
+    for (int i = 0; i < 12; i++) { /* the last axis changes fastest */
+        const struct point *point = &reading.experiment.points[i];
+        char label[256];
+        snprintf(label, sizeof label, "model=models/%s.json cluster.nodes=%d seq_len=%d",
+                 i < 6 ? "deepseek-moe-16b-paper" : "gpt-oss-120b-paper", i / 3 % 2 ? 16 : 8, lengths[i % 3]);
+        assert_string_equal(point->label, label);
+        assert_string_equal(point->model->name, i < 6 ? "deepseek-moe-16b-paper" : "gpt-oss-120b-paper");
+        assert_int_equal(point->cluster->nodes, i / 3 % 2 ? 16 : 8);
+        assert_int_equal(point->seq_len, lengths[i % 3]);
+    }
+    reading_free(&reading);
+}
+
+static void test_sweep_of_parts(void **state) {
+    (void)state;
+    static const struct change changes[] = {
+        {"parallel", "{\"pp\":2}"},
+        {"sweep", "{\"order\":[\"auto\",{\"wave\":4,\"waves_in_flight\":2}],\"memory.zero\":[0,1],"
+                  "\"model.layers\":[4],\"parallel.ep\":[1,2]}"},
+        {"memory", "{}"}};
+    struct reading reading = read_changed(changes, COUNT(changes));
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 8);
+    const struct point *last = &reading.experiment.points[7];
+    assert_string_equal(
+        last->label, "order={\"wave\":4,\"waves_in_flight\":2} memory.zero=1 model.layers=4 parallel.ep=2");
+    assert_int_equal(last->order.wave, 4);
+    assert_int_equal(last->memory.zero, 1);
+    assert_int_equal(last->model->layers, 4);
+    assert_int_equal(last->parallel.ep, 2);
+    assert_int_equal(last->parallel.pp, 2);
+    assert_true(reading.experiment.points[0].auto_order);
+    reading_free(&reading);
+}
+
+static void test_sweep_too_large(void **state) {
+    (void)state;
+    struct text sweep = {0};
+    text_add(&sweep, "{");
+    for (int axis = 0; axis < 3; axis++) {
+        static const char *const keys[] = {"seq_len", "seed", "micro_batch_size"};
+        text_add(&sweep, "%s\"%s\":[1", axis ? "," : "", keys[axis]);
+        for (int i = 2; i <= 100; i++) text_add(&sweep, ",%d", i);
+        text_add(&sweep, "]");
+    }
+    text_add(&sweep, "}");
+    struct reading reading = read_with("sweep", sweep.text);
+    assert_says(&reading.errors, HERE ": sweep: ");
+    reading_free(&reading);
+    free(sweep.text);
+}
+
+/* ---- overrides ----------------------------------------------------------------------------------------- */
+
+static struct reading read_speedup(const struct override *overrides, int count) {
+    struct reading reading = {0};
+    reading.good =
+        experiment_read("experiments/speedup.json", overrides, count, &reading.experiment, &reading.errors);
+    assert_true(reading.good == (reading.errors.count == 0));
+    return reading;
+}
+
+static void test_overrides(void **state) {
+    (void)state;
+    static const struct override overrides[] = {
+        {"seq_len", "512"},        {"model", "models/gpt-oss-120b-paper.json"},
+        {"cluster.nodes", "2"},    {"model.layers", "3"},
+        {"memory.zero", "1"},      {"memory", "{\"zero\":1}"},
+        {"placement", "\"auto\""}, {"routing", "zipf:1.25"},
+    };
+    struct reading reading = read_speedup(NULL, 0);
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 24);
+    reading_free(&reading);
+    reading = read_speedup(&overrides[5], 1);
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.points[23].memory.zero, 1);
+    reading_free(&reading);
+    /* A swept key that is set is no longer swept; a path and what lies below it follow in turn. */
+    const struct override most[] = {overrides[0], overrides[1], overrides[2], overrides[3],
+                                    overrides[5], overrides[6], overrides[7]};
+    reading = read_speedup(most, COUNT(most));
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 1);
+    const struct point *point = &reading.experiment.points[0];
+    assert_string_equal(point->label, "");
+    assert_int_equal(point->seq_len, 512);
+    assert_string_equal(point->model->name, "gpt-oss-120b-paper");
+    assert_int_equal(point->model->layers, 3);
+    assert_int_equal(point->cluster->nodes, 2);
+    assert_int_equal(point->parallel.ep, 16);
+    assert_string_equal(point->routing.text, "zipf:1.25");
+    reading_free(&reading);
+    /* memory is "auto" in the manifest: nothing lies below a text. */
+    reading = read_speedup(&overrides[4], 1);
+    assert_says(&reading.errors, "experiments/speedup.json: memory.zero: no such place");
+    reading_free(&reading);
+}
+
+static void test_wrong_overrides(void **state) {
+    (void)state;
+    static const struct {
+        struct override override;
+        const char *says;
+    } cases[] = {
+        {{"seq_len", "long"}, ": seq_len: found \"long\""},
+        {{"nothing", "1"}, ": nothing: unknown key"},
+        {{"seq_len.x", "1"}, ": seq_len.x: no such place"},
+        {{"", "1"}, ": "},
+        {{"model", "gone.json"}, "experiments/gone.json"},
+        {{"model.moe.top_k", "[1"}, ": model.moe.top_k: "},
+        {{"a.b.c", "1"}, ": a.b.c: no such place"},
+        {{"sweep", "7"}, ": sweep: found 7"},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        struct reading reading = read_speedup(&cases[i].override, 1);
+        assert_false(reading.good);
+        assert_says(&reading.errors, cases[i].says);
+        reading_free(&reading);
+    }
+}
+
+/* ---- routing ------------------------------------------------------------------------------------------- */
+
+static void test_zipf(void **state) {
+    (void)state;
+    static const double exponents[] = {0, 0.5, 1, 2.5, 10};
+    for (size_t i = 0; i < COUNT(exponents); i++) {
+        char text[64];
+        snprintf(text, sizeof text, "\"zipf:%g\"", exponents[i]);
+        struct reading reading = read_with("routing", text);
+        assert_good(&reading);
+        const double *share = reading.experiment.points[0].routing.share;
+        double sum = 0;
+        for (int e = 0; e < 64; e++) {
+            sum += share[e];
+            assert_near(share[e] / share[0], pow(e + 1, -exponents[i]));
+        }
+        assert_near(sum, 1);
+        reading_free(&reading);
+    }
+}
+
+static struct reading read_counts(const char *counts) {
+    char file[] = "/tmp/disagmoe-test-plan-XXXXXX", value[64];
+    int descriptor = mkstemp(file);
+    assert_true(descriptor >= 0);
+    assert_int_equal(write(descriptor, counts, strlen(counts)), (ssize_t)strlen(counts));
+    close(descriptor);
+    snprintf(value, sizeof value, "\"file:%s\"", file);
+    const struct change changes[] = {
+        {"model.moe.experts", "4"}, {"model.moe.top_k", "2"}, {"routing", value}};
+    struct reading reading = read_changed(changes, COUNT(changes));
+    unlink(file);
+    return reading;
+}
+
+static void test_counts(void **state) {
+    (void)state;
+    static const char *const good[] = {"1 2 3 4",      "1,2,3,4\n",   "1\n2\n3\n4\n",
+                                       " 1, 2, 3, 4 ", "10 20 30 40", "1e0,2.0,3,4"};
+    static const char *const wrong[] = {"",          "1 2 3",     "1 2 3 4 5",  "1 2 3 x",
+                                        "1 2 -3 4",  "0 0 0 0",   "1 2 3 4x",   "a",
+                                        "nan 1 1 1", "inf 1 1 1", "1e301 1 1 1"};
+    for (size_t i = 0; i < COUNT(good); i++) {
+        struct reading reading = read_counts(good[i]);
+        if (!reading.good) fail_msg("\"%s\": %s", good[i], reading.errors.messages[0]);
+        for (int e = 0; e < 4; e++)
+            assert_near(reading.experiment.points[0].routing.share[e], (e + 1) / 10.0);
+        reading_free(&reading);
+    }
+    for (size_t i = 0; i < COUNT(wrong); i++) {
+        struct reading reading = read_counts(wrong[i]);
+        if (reading.good) fail_msg("\"%s\" was taken", wrong[i]);
+        assert_says(&reading.errors, HERE ": routing: ");
+        reading_free(&reading);
+    }
+}
+
+/* ---- no manifests -------------------------------------------------------------------------------------- */
+
+static void assert_refused(const char *text, size_t length, const char *says_what) {
+    char file[] = "/tmp/disagmoe-test-plan-XXXXXX";
+    int descriptor = mkstemp(file);
+    FILE *stream = fdopen(descriptor, "w");
+    assert_non_null(stream);
+    assert_int_equal(fwrite(text, 1, length, stream), length);
+    assert_int_equal(fclose(stream), 0);
+    struct reading reading = {0};
+    reading.good = experiment_read(file, NULL, 0, &reading.experiment, &reading.errors);
+    unlink(file);
+    assert_false(reading.good);
+    assert_true(reading.errors.count > 0);
+    assert_int_equal(strncmp(reading.errors.messages[0], file, strlen(file)), 0);
+    assert_says(&reading.errors, says_what);
+    reading_free(&reading);
+}
+
+static void test_cut_off(void **state) {
+    (void)state;
+    for (size_t length = 0; length < strlen(SOUND); length++) assert_refused(SOUND, length, "");
+}
+
+static void test_no_manifest(void **state) {
+    (void)state;
+    char binary[4096];
+    struct rng rng = rng_seed(SEED);
+    for (size_t i = 0; i < sizeof binary; i++) binary[i] = (char)rng_next(&rng);
+    assert_refused(binary, sizeof binary, "");
+    assert_refused("\0\0\0\0", 4, "");
+    assert_refused(SOUND "\0", sizeof SOUND, "");
+    assert_refused(SOUND SOUND, 2 * strlen(SOUND), "");
+    assert_refused("[]", 2, "an object");
+    assert_refused("7", 1, "an object");
+    assert_refused("null", 4, "an object");
+    assert_refused("{}", 2, "missing");
+    assert_refused("{\"seq_len\":1,\"seq_len\":2}", 25, "twice");
+}
+
+/* Ten million bytes of sound JSON, of brackets, and of nothing. */
+static void test_huge(void **state) {
+    (void)state;
+    size_t length = 10 * 1000 * 1000;
+    char *text = must_alloc(length + 1);
+    memset(text, ' ', length);
+    memcpy(text, SOUND, strlen(SOUND));
+    assert_refused(text, length, "8 MiB");
+    memset(text, '[', length);
+    assert_refused(text, length, "");
+    for (size_t i = 0; i + 5 <= length; i += 5) memcpy(text + i, "{\"a\":", 5);
+    assert_refused(text, length, "");
+    assert_refused(text, 5 * 1000 * 1000, ""); /* below the limit of size: the depth is too much */
+    memset(text, 0, length);
+    assert_refused(text, length, "");
+    free(text);
+}
+
+static void test_deeply_nested(void **state) {
+    (void)state;
+    struct text text = {0};
+    text_add(&text, "%.*s,\"routing\":", (int)strlen(SOUND) - 1, SOUND);
+    for (int i = 0; i < 100000; i++) text_add(&text, "[");
+    for (int i = 0; i < 100000; i++) text_add(&text, "]");
+    text_add(&text, "}");
+    assert_refused(text.text, text.length, "");
+    free(text.text);
+}
+
+/* ---- random damage ------------------------------------------------------------------------------------- */
+
+/* The manifest of the speedup table with one model and cluster written out: the damage reaches every reader.
+ */
+static char *whole_manifest(void) {
+    cJSON *manifest = cJSON_Parse(SOUND);
+    static const struct change changes[] = {
+        {"model.layers", "4"},
+        {"cluster.nodes", "2"},
+        {"parallel", "{\"ep\":4,\"pp\":\"auto\"}"},
+        {"memory", "{\"recompute\":\"none\",\"zero\":1,\"offload\":false}"},
+        {"order", "{\"wave\":4,\"waves_in_flight\":2,\"prefer\":\"wave\"}"},
+        {"placement", "\"auto\""},
+        {"routing", "\"zipf:0.5\""},
+        {"costs", "{\"attn_fwd_s\":0.25}"},
+        {"sweep", "{\"seq_len\":[1024,2048],\"cluster.nodes\":[1,2],\"model.moe.top_k\":[2]}"}};
+    for (size_t i = 0; i < COUNT(changes); i++) change(manifest, changes[i]);
+    char *text = cJSON_PrintUnformatted(manifest);
+    cJSON_Delete(manifest);
+    return text;
+}
+
+static const char *const tokens[] = {"{",
+                                     "}",
+                                     "[",
+                                     "]",
+                                     ",",
+                                     ":",
+                                     "\"",
+                                     "-",
+                                     "1e999",
+                                     "null",
+                                     "true",
+                                     "\"auto\"",
+                                     "0",
+                                     "1e-400",
+                                     "\\u0000",
+                                     "\\ud800",
+                                     "99999999999999999999",
+                                     "{}",
+                                     "[]",
+                                     "\"\"",
+                                     "\x80",
+                                     "\n",
+                                     "//",
+                                     "NaN"};
+
+/* Length of the value, key or mark that starts here. */
+static size_t token_length(const char *text) {
+    if (*text == '"') {
+        const char *end = strchr(text + 1, '"');
+        return end ? (size_t)(end - text) + 1 : 1;
+    }
+    size_t length = strcspn(text, ",:{}[]\"");
+    return length ? length : 1;
+}
+
+/* Replaces `old` bytes at `at` by a text. */
+static char *splice(char *text, size_t at, size_t old, const char *with, size_t count) {
+    size_t length = strlen(text);
+    if (old > length - at) old = length - at;
+    char *changed = must_alloc(length - old + count + 1);
+    memcpy(changed, text, at);
+    memcpy(changed + at, with, count);
+    memcpy(changed + at + count, text + at + old, length - at - old);
+    free(text);
+    return changed;
+}
+
+static size_t random_token(const char *text, struct rng *rng) {
+    size_t target = (size_t)rng_below(rng, (int)strlen(text)), at = 0;
+    while (at + token_length(text + at) <= target) at += token_length(text + at);
+    return at;
+}
+
+/* A byte, a token, or a token's place is changed. */
+static char *damage(char *text, struct rng *rng) {
+    if (!*text) return text;
+    size_t byte = (size_t)rng_below(rng, (int)strlen(text)), at = random_token(text, rng);
+    const char *token = tokens[rng_below(rng, COUNT(tokens))];
+    char any[2] = {(char)(1 + rng_below(rng, 255)), '\0'}, *copy;
+    size_t other = random_token(text, rng), length = token_length(text + other);
+    switch (rng_below(rng, 7)) {
+    case 0:
+        return splice(text, byte, 1, any, 1);
+    case 1:
+        return splice(text, byte, 0, any, 1);
+    case 2:
+        return splice(text, byte, (size_t)rng_below(rng, 20), "", 0);
+    case 3:
+        return splice(text, at, token_length(text + at), token, strlen(token));
+    case 4:
+        return splice(text, at, 0, token, strlen(token));
+    case 5:
+        return splice(text, byte, rng_below(rng, 10) ? 0 : strlen(text), "", 0);
+    default: /* another token of the manifest */
+        copy = must_alloc(length + 1);
+        memcpy(copy, text + other, length);
+        text = splice(text, at, token_length(text + at), copy, length);
+        free(copy);
+        return text;
+    }
+}
+
+/* What a point that was taken must be good for. */
+static void check_point(const struct point *point) {
+    assert_true(point->model && point->model->layers >= 1 &&
+                point->model->moe.experts >= point->model->moe.top_k);
+    assert_true(point->cluster && point->cluster->nodes >= 1 && cluster_gpus(point->cluster) >= 1);
+    assert_true(point->system_count >= 1 && point->seq_len >= 1 && point->micro_batch_size >= 1);
+    assert_true((point->global_batch > 0) != (point->micro_batches > 0));
+    double sum = 0;
+    for (int i = 0; i < point->model->moe.experts; i++) sum += point->routing.share[i];
+    assert_true(fabs(sum - 1) < 1e-9);
+}
+
+static void test_random_damage(void **state) {
+    (void)state;
+    struct rng rng = rng_seed(SEED);
+    int count = sampled(MUTATIONS), taken = 0;
+    char *whole = whole_manifest();
+    for (int i = 0; i < count; i++) {
+        char *text = must_alloc(strlen(whole) + 1);
+        strcpy(text, whole);
+        for (int k = rng_below(&rng, 3); k >= 0; k--) text = damage(text, &rng);
+        struct reading reading = read_text(text);
+        for (int k = 0; reading.good && k < reading.experiment.point_count; k++)
+            check_point(&reading.experiment.points[k]);
+        for (int k = 0; k < reading.errors.count; k++) assert_true(strlen(reading.errors.messages[k]) < 2000);
+        taken += reading.good;
+        reading_free(&reading);
+        free(text);
+    }
+    cJSON_free(whole);
+    assert_true(taken < count);
+}
+
+/* ---- the committed manifests --------------------------------------------------------------------------- */
+
+static void test_committed(void **state) {
+    (void)state;
+    static const char *const files[] = {"experiments/speedup.json", "experiments/batch-size.json"};
+    for (size_t i = 0; i < COUNT(files); i++) {
+        struct reading reading = {0};
+        reading.good = experiment_read(files[i], NULL, 0, &reading.experiment, &reading.errors);
+        assert_good(&reading);
+        for (int k = 0; k < reading.experiment.point_count; k++) check_point(&reading.experiment.points[k]);
+        reading_free(&reading);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_mistakes),       cmocka_unit_test(test_all_at_once),
+        cmocka_unit_test(test_told_once),      cmocka_unit_test(test_defaults),
+        cmocka_unit_test(test_auto),           cmocka_unit_test(test_parallel_in_part),
+        cmocka_unit_test(test_given_parts),    cmocka_unit_test(test_sweep),
+        cmocka_unit_test(test_sweep_of_parts), cmocka_unit_test(test_sweep_too_large),
+        cmocka_unit_test(test_overrides),      cmocka_unit_test(test_wrong_overrides),
+        cmocka_unit_test(test_zipf),           cmocka_unit_test(test_counts),
+        cmocka_unit_test(test_cut_off),        cmocka_unit_test(test_no_manifest),
+        cmocka_unit_test(test_huge),           cmocka_unit_test(test_deeply_nested),
+        cmocka_unit_test(test_random_damage),  cmocka_unit_test(test_committed),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
