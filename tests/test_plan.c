@@ -19,7 +19,7 @@ repository's root, whose experiments are read.
 #include <string.h>
 #include <unistd.h>
 
-#define MUTATIONS 3000
+#define MUTATIONS 6000
 #define SEED 7
 #define EXACT 1e-12
 #define HERE "experiments/test.json" /* the manifest that texts stand for */
@@ -492,6 +492,12 @@ static void test_overrides(void **state) {
     assert_int_equal(point->cluster->nodes, 2);
     assert_int_equal(point->parallel.ep, 16);
     assert_string_equal(point->routing.text, "zipf:1.25");
+    reading_free(&reading);
+    /* What lies below a swept key changes in each of its values. */
+    reading = read_speedup(&overrides[3], 1);
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 24);
+    for (int i = 0; i < 24; i++) assert_int_equal(reading.experiment.points[i].model->layers, 3);
     reading_free(&reading);
     /* memory is "auto" in the manifest: nothing lies below a text. */
     reading = read_speedup(&overrides[4], 1);

@@ -230,7 +230,7 @@ static bool read_point(struct json manifest, const char *label, struct point *po
     raw.routing.arena = manifest.arena;
     if (model) read_routing(raw.routing, manifest.file, point->model->moe.experts, &point->routing);
     point->table = read_costs(raw.costs);
-    if (raw.costs.node && point->auto_memory) point->auto_memory = false; /* memory is not enforced then */
+    if (point->table) point->auto_memory = false; /* memory is not enforced then */
     return manifest.errors->count == before;
 }
 
@@ -301,8 +301,18 @@ static void add_to_label(struct text *label, const char *path, const cJSON *valu
     free(printed);
 }
 
+/* --set changes what a sweep puts in place as well: model.layers of each swept model. */
+static bool is_below_axis(const char *path, const cJSON *sweep) {
+    for (const cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next) {
+        size_t length = strlen(axis->string);
+        if (strncmp(path, axis->string, length) == 0 && path[length] == '.') return true;
+    }
+    return false;
+}
+
 /* Point number `index` of the product: the last axis changes fastest. */
-static void read_sweep_point(struct json document, cJSON *sweep, int index, struct point *point) {
+static void read_sweep_point(struct json document, cJSON *sweep, const struct override *overrides,
+                             int override_count, int index, struct point *point) {
     cJSON *manifest = cJSON_Duplicate(document.node, true);
     cJSON_DeleteItemFromObjectCaseSensitive(manifest, "sweep");
     struct text label = {0};
@@ -317,6 +327,9 @@ static void read_sweep_point(struct json document, cJSON *sweep, int index, stru
         set_value(manifest, axis->string, cJSON_Duplicate(value, true), document.file, document.arena,
                   document.errors);
     }
+    for (int i = 0; i < override_count; i++)
+        if (is_below_axis(overrides[i].path, sweep))
+            apply_override(manifest, overrides[i], document.file, document.arena, document.errors);
     struct json whole = document;
     whole.node = manifest;
     read_point(whole, label.text ? arena_strdup(document.arena, label.text) : "", point);
@@ -345,7 +358,8 @@ static bool read_document(struct json document, const struct override *overrides
     experiment->points =
         arena_alloc(document.arena, (size_t)(count ? count : 1) * sizeof *experiment->points);
     experiment->point_count = count;
-    for (int i = 0; i < count; i++) read_sweep_point(document, sweep.node, i, &experiment->points[i]);
+    for (int i = 0; i < count; i++)
+        read_sweep_point(document, sweep.node, overrides, override_count, i, &experiment->points[i]);
     cJSON_Delete(document.node);
     return errors->count == before;
 }
