@@ -70,6 +70,12 @@ static struct model tiny_noisy(void) {
     model.moe.router = ROUTER_NOISY_TOPK;
     model.moe.capacity_factor = 0.8;
     model.tie_embeddings = true;
+    model.layers = 3;
+    model.moe.dense_layers = 1;
+    model.moe.dense_hidden = 9;
+    model.moe.shared_experts = 1;
+    model.moe.activation = ACTIVATION_SWIGLU_CLAMPED;
+    model.moe.bias = true;
     return model;
 }
 

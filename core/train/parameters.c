@@ -82,7 +82,7 @@ static void attention(struct building *b, const struct model *model, int layer) 
 }
 
 /* prefix "mlp.", "mlp.shared_experts." or, for a routed expert, "" */
-static void swiglu(struct building *b, const struct model *model, struct parameter at, int inner, bool bias,
+static void swiglu(struct building *b, const struct model *model, struct parameter at, int inner,
                    const char *prefix) {
     static const char *const suffixes[] = {"gate_proj.weight", "up_proj.weight",   "gate_proj.bias",
                                            "up_proj.bias",     "down_proj.weight", "down_proj.bias"};
@@ -92,7 +92,7 @@ static void swiglu(struct building *b, const struct model *model, struct paramet
         int out = down ? model->hidden : inner, in = down ? inner : model->hidden;
         if (!is_bias)
             matrix(b, at, out, in, down ? residual_deviation(model) : DEVIATION, suffix);
-        else if (bias)
+        else if (model->moe.bias)
             vector(b, at, out, 0, suffix);
     }
 }
@@ -103,20 +103,22 @@ static void feed_forward(struct building *b, const struct model *model, int laye
     vector(b, at, model->hidden, 1, "post_attention_layernorm.weight");
     struct parameter shared = {.owner = OWNER_SHARED, .layer = layer, .expert = -1};
     if (!model_layer_is_moe(model, layer)) {
-        swiglu(b, model, shared, model->moe.dense_hidden, false, "mlp.");
+        swiglu(b, model, shared, model->moe.dense_hidden, "mlp.");
         return;
     }
     at.owner = OWNER_ATTENTION;
     matrix(b, at, model->moe.experts, model->hidden, DEVIATION, "mlp.gate.weight");
     if (model->moe.bias) vector(b, at, model->moe.experts, 0, "mlp.gate.bias");
-    if (model->moe.router == ROUTER_NOISY_TOPK)
+    if (model->moe.router == ROUTER_NOISY_TOPK) {
         matrix(b, at, model->moe.experts, model->hidden, DEVIATION, "mlp.noise_gate.weight");
+        if (model->moe.bias) vector(b, at, model->moe.experts, 0, "mlp.noise_gate.bias");
+    }
     for (int expert = 0; expert < model->moe.experts; expert++) {
         struct parameter routed = {.owner = OWNER_EXPERT, .layer = layer, .expert = expert};
-        swiglu(b, model, routed, inner, model->moe.bias, "");
+        swiglu(b, model, routed, inner, "");
     }
     if (model->moe.shared_experts)
-        swiglu(b, model, shared, model->moe.shared_experts * inner, false, "mlp.shared_experts.");
+        swiglu(b, model, shared, model->moe.shared_experts * inner, "mlp.shared_experts.");
 }
 
 struct parameters parameters_new(struct arena *arena, const struct model *model,
@@ -212,7 +214,8 @@ struct attention_tensors attention_tensors(const struct parameters *parameters, 
                   {&t.ffn_norm, ".post_attention_layernorm.weight"},
                   {&t.router, ".gate.weight"},
                   {&t.router_bias, ".gate.bias"},
-                  {&t.noise, ".noise_gate.weight"}};
+                  {&t.noise, ".noise_gate.weight"},
+                  {&t.noise_bias, ".noise_gate.bias"}};
     for (size_t i = 0; i < COUNT(places); i++)
         *places[i].tensor = layer_tensor(parameters, array, layer, -1, places[i].name);
     return t;

@@ -54,13 +54,14 @@ void parameters_initialise(const struct parameters *parameters, floatX *values, 
 
 /* Pointers into an array of the list's layout: values, or gradients. NULL where there is none. */
 struct attention_tensors {
-    floatX *input_norm;                   /* (H) */
-    floatX *qkv, *qkv_bias;               /* ((heads + 2 kv_heads) head_dim, H) */
-    floatX *q_norm, *k_norm;              /* (head_dim) */
-    floatX *sinks;                        /* (heads) */
-    floatX *out, *out_bias;               /* (H, heads head_dim) */
-    floatX *ffn_norm;                     /* (H) */
-    floatX *router, *router_bias, *noise; /* (E, H), (E), (E, H) */
+    floatX *input_norm;           /* (H) */
+    floatX *qkv, *qkv_bias;       /* ((heads + 2 kv_heads) head_dim, H) */
+    floatX *q_norm, *k_norm;      /* (head_dim) */
+    floatX *sinks;                /* (heads) */
+    floatX *out, *out_bias;       /* (H, heads head_dim) */
+    floatX *ffn_norm;             /* (H) */
+    floatX *router, *router_bias; /* (E, H), (E) */
+    floatX *noise, *noise_bias;   /* (E, H), (E): of noisy top-k */
 };
 struct ffn_tensors {
     floatX *gate_up, *gate_up_bias; /* (2 D, H) gate first */

@@ -70,7 +70,7 @@ static int shared_width(const struct model *model, int layer) {
     return model_layer_is_moe(model, layer) ? model->moe.shared_experts * model->moe.expert_hidden
                                             : model->moe.dense_hidden;
 }
-/* Shared experts and dense layers are plain SwiGLU. */
+/* Of routed and shared experts and of dense layers alike. */
 static enum activation_function expert_activation(const struct model *model) {
     return (enum activation_function)model->moe.activation;
 }
@@ -156,7 +156,8 @@ static void router_forward(const struct part *part, int layer) {
     linear_forward(context, kept->route.logits, kept->ffn_normed, w->router, w->router_bias, tokens, hidden,
                    experts);
     if (w->noise) {
-        linear_forward(context, kept->noise, kept->ffn_normed, w->noise, NULL, tokens, hidden, experts);
+        linear_forward(context, kept->noise, kept->ffn_normed, w->noise, w->noise_bias, tokens, hidden,
+                       experts);
         noise_forward(context, kept->route.logits, kept->noise, layer_key(part, layer), tokens, experts);
     }
     route_forward(context, model, &kept->route, part->sequences, part->reference->seq_len);
@@ -181,7 +182,8 @@ static void router_backward(const struct part *part, int layer, floatX *dnormed,
     if (w->noise) {
         noise_backward(context, dlogits, dlogits, kept->noise, layer_key(part, layer), tokens, experts);
         linear_backward_input(context, through, dlogits, w->noise, tokens, hidden, experts);
-        linear_backward_weight(context, g->noise, NULL, dlogits, kept->ffn_normed, tokens, hidden, experts);
+        linear_backward_weight(context, g->noise, g->noise_bias, dlogits, kept->ffn_normed, tokens, hidden,
+                               experts);
         vector_add(context, dnormed, through, (size_t)tokens * hidden);
     }
     scratch_release(context, dlogits);
@@ -342,10 +344,11 @@ static void shared_forward(const struct part *part, int layer, floatX *output) {
     int hidden = model->hidden, width = shared_width(model, layer), tokens = part->tokens;
     if (!width) return;
     floatX *out = scratch_floats(context, (size_t)tokens * hidden);
-    linear_forward(context, kept->shared_gate_up, kept->ffn_normed, w->gate_up, NULL, tokens, hidden,
-                   2 * width);
-    activation_forward(context, kept->shared_act, kept->shared_gate_up, tokens, width, ACTIVATION_SWIGLU);
-    linear_forward(context, out, kept->shared_act, w->down, NULL, tokens, width, hidden);
+    linear_forward(context, kept->shared_gate_up, kept->ffn_normed, w->gate_up, w->gate_up_bias, tokens,
+                   hidden, 2 * width);
+    activation_forward(context, kept->shared_act, kept->shared_gate_up, tokens, width,
+                       expert_activation(model));
+    linear_forward(context, out, kept->shared_act, w->down, w->down_bias, tokens, width, hidden);
     vector_add(context, output, out, (size_t)tokens * hidden);
     scratch_release(context, out);
 }
@@ -361,12 +364,12 @@ static void shared_backward(const struct part *part, int layer, floatX *dnormed,
     floatX *dact = scratch_floats(context, (size_t)tokens * width);
     floatX *through = scratch_floats(context, (size_t)tokens * hidden);
     linear_backward_input(context, dact, d, w->down, tokens, width, hidden);
-    linear_backward_weight(context, g->down, NULL, d, kept->shared_act, tokens, width, hidden);
+    linear_backward_weight(context, g->down, g->down_bias, d, kept->shared_act, tokens, width, hidden);
     activation_backward(context, kept->shared_gate_up, dact, kept->shared_gate_up, tokens, width,
-                        ACTIVATION_SWIGLU);
+                        expert_activation(model));
     linear_backward_input(context, through, kept->shared_gate_up, w->gate_up, tokens, hidden, 2 * width);
-    linear_backward_weight(context, g->gate_up, NULL, kept->shared_gate_up, kept->ffn_normed, tokens, hidden,
-                           2 * width);
+    linear_backward_weight(context, g->gate_up, g->gate_up_bias, kept->shared_gate_up, kept->ffn_normed,
+                           tokens, hidden, 2 * width);
     vector_add(context, dnormed, through, (size_t)tokens * hidden);
     scratch_release(context, dact);
 }

@@ -1,0 +1,182 @@
+/*
+Text and Markov data.
+*/
+#include "train/data.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_STATES = 64 };
+
+struct data {
+    int seq_len;
+    unsigned char *text; /* NULL for a chain */
+    size_t length;
+    int states;
+    double *cumulative; /* (states, states): sums of each row's transition probabilities */
+    double *stationary; /* (states): sums likewise */
+    double entropy;
+};
+
+/* ---- text -------------------------------------------------------------------------------------------- */
+
+/* The whole file, or NULL with the reason in errors. */
+static unsigned char *read_bytes(const char *file, size_t *length, struct errors *errors) {
+    FILE *stream = fopen(file, "rb");
+    unsigned char *bytes = NULL;
+    size_t capacity = 1 << 16, read = 0;
+    *length = 0;
+    if (stream) {
+        do {
+            bytes = must_realloc(bytes, capacity);
+            read = fread(bytes + *length, 1, capacity - *length, stream);
+            *length += read;
+            if (*length == capacity) capacity *= 2;
+        } while (read);
+    }
+    if (!stream || ferror(stream)) {
+        errors_add(errors, file, NULL, "cannot be read: %s", strerror(errno));
+        free(bytes);
+        bytes = NULL;
+    }
+    if (stream) fclose(stream);
+    return bytes;
+}
+
+static bool check_text(const char *file, const unsigned char *text, size_t length, int seq_len, int vocab,
+                       struct errors *errors) {
+    if (length < (size_t)seq_len + 1) {
+        errors_add(errors, file, NULL, "%s; a sequence needs seq_len + 1 = %d bytes",
+                   length ? "is too short" : "is empty", seq_len + 1);
+        return false;
+    }
+    for (size_t i = 0; i < length; i++)
+        if (text[i] >= vocab) {
+            errors_add(errors, file, NULL,
+                       "byte %zu is %d; the model's vocabulary has ids 0 to %d (256 take any text)", i,
+                       text[i], vocab - 1);
+            return false;
+        }
+    return true;
+}
+
+struct data *data_open_text(const char *file, int seq_len, int vocab, struct errors *errors) {
+    assert(seq_len > 0);
+    size_t length;
+    unsigned char *text = read_bytes(file, &length, errors);
+    if (!text || !check_text(file, text, length, seq_len, vocab, errors)) {
+        free(text);
+        return NULL;
+    }
+    struct data *data = must_alloc(sizeof *data);
+    *data = (struct data){.seq_len = seq_len, .text = text, .length = length, .entropy = (double)NAN};
+    return data;
+}
+
+/* ---- chain ------------------------------------------------------------------------------------------- */
+
+/* p (n, n): rows of squared exponentials, so that a few successors are likely and none impossible. */
+static void draw_transitions(double *p, int n, uint64_t seed) {
+    struct rng rng = rng_seed(seed);
+    for (int i = 0; i < n; i++) {
+        double sum = 0;
+        for (int j = 0; j < n; j++) {
+            double exponential = -log(1 - rng_uniform(&rng));
+            sum += p[i * n + j] = exponential * exponential + 1e-3;
+        }
+        for (int j = 0; j < n; j++) p[i * n + j] /= sum;
+    }
+}
+
+/* Solves π P = π, Σ π = 1 by elimination with pivoting: the last equation is replaced by the sum. */
+static void solve_stationary(double *pi, const double *p, int n) {
+    int width = n + 1;
+    double *a = must_alloc((size_t)n * width * sizeof *a);
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < n; j++) a[i * width + j] = i == n - 1 ? 1 : p[j * n + i] - (i == j);
+    a[(n - 1) * width + n] = 1;
+    for (int k = 0; k < n; k++) {
+        int pivot = k;
+        for (int i = k + 1; i < n; i++)
+            if (fabs(a[i * width + k]) > fabs(a[pivot * width + k])) pivot = i;
+        for (int j = 0; j < width; j++) {
+            double swapped = a[k * width + j];
+            a[k * width + j] = a[pivot * width + j];
+            a[pivot * width + j] = swapped;
+        }
+        for (int i = 0; i < n; i++) {
+            double factor = i == k ? 0 : a[i * width + k] / a[k * width + k];
+            for (int j = k; factor != 0 && j < width; j++) a[i * width + j] -= factor * a[k * width + j];
+        }
+    }
+    for (int i = 0; i < n; i++) pi[i] = a[i * width + n] / a[i * width + i];
+    free(a);
+}
+
+static void accumulate(double *row, int n) {
+    for (int i = 1; i < n; i++) row[i] += row[i - 1];
+    row[n - 1] = 1; /* so that a draw below 1 always ends */
+}
+
+struct data *data_markov(int vocab, int seq_len, uint64_t chain_seed) {
+    assert(vocab >= 2 && seq_len > 0);
+    int n = vocab < MOST_STATES ? vocab : MOST_STATES;
+    struct data *data = must_alloc(sizeof *data);
+    *data = (struct data){.seq_len = seq_len, .states = n};
+    double *p = data->cumulative = must_alloc((size_t)n * n * sizeof *p);
+    data->stationary = must_alloc((size_t)n * sizeof *data->stationary);
+    draw_transitions(p, n, chain_seed);
+    solve_stationary(data->stationary, p, n);
+    /* Entropy rate: Σ π(i) · entropy of row i (Shannon 1948, section 7). */
+    for (int i = 0; i < n * n; i++) data->entropy -= data->stationary[i / n] * p[i] * log(p[i]);
+    for (int i = 0; i < n; i++) accumulate(p + (size_t)i * n, n);
+    accumulate(data->stationary, n);
+    return data;
+}
+
+/* ---- both -------------------------------------------------------------------------------------------- */
+
+void data_free(struct data *data) {
+    if (!data) return;
+    free(data->text);
+    free(data->cumulative);
+    free(data->stationary);
+    free(data);
+}
+
+static struct rng sequence_rng(uint64_t seed, int64_t step, int64_t sequence) {
+    uint64_t parts[] = {seed, (uint64_t)step, (uint64_t)sequence}, mixed = 0;
+    for (size_t i = 0; i < COUNT(parts); i++) {
+        struct rng rng = rng_seed(mixed ^ parts[i]);
+        mixed = rng_next(&rng);
+    }
+    return rng_seed(mixed);
+}
+
+static int draw(const double *cumulative, int n, double uniform) {
+    int i = 0;
+    while (i < n - 1 && uniform >= cumulative[i]) i++;
+    return i;
+}
+
+void data_sequence(const struct data *data, uint64_t seed, int64_t step, int64_t sequence, int *tokens) {
+    struct rng rng = sequence_rng(seed, step, sequence);
+    if (data->text) {
+        double places = (double)(data->length - (size_t)data->seq_len);
+        size_t start = (size_t)(rng_uniform(&rng) * places);
+        for (int i = 0; i <= data->seq_len; i++) tokens[i] = data->text[start + (size_t)i];
+        return;
+    }
+    int state = draw(data->stationary, data->states, rng_uniform(&rng));
+    for (int i = 0; i <= data->seq_len; i++) {
+        tokens[i] = state;
+        state = draw(data->cumulative + (size_t)state * data->states, data->states, rng_uniform(&rng));
+    }
+}
+
+double data_entropy(const struct data *data) {
+    return data->entropy;
+}

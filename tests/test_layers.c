@@ -1,0 +1,845 @@
+/*
+Each layer against a naive version or finite differences; the split blocks, put together as a distributed run
+would, against the reference; edge cases: odd sizes, windows, sinks, experts without rows, products without
+rows.
+*/
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+
+#include "train/blocks.h"
+#include "train/data.h"
+#include "train/reference.h"
+#include "train/safetensors.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifdef FLOATX_DOUBLE
+static const double CLOSE = 1e-11;
+#else
+static const double CLOSE = 5e-5;
+#endif
+
+static floatX *randoms(size_t count, uint64_t seed) {
+    struct rng rng = rng_seed(seed);
+    floatX *x = must_alloc((count + 1) * sizeof *x);
+    for (size_t i = 0; i < count; i++) x[i] = (floatX)rng_normal(&rng);
+    return x;
+}
+
+/* max |a − b| against max |b|, or `floor` where all are smaller */
+static void assert_near(const floatX *a, const floatX *b, size_t count, double floor, const char *what) {
+    double most = floor, worst = 0;
+    for (size_t i = 0; i < count; i++) {
+        most = fmax(most, fabs((double)b[i]));
+        worst = fmax(worst, fabs((double)a[i] - b[i]));
+    }
+    if (!(worst <= CLOSE * most)) fail_msg("%s: off by %g of %g", what, worst, most);
+}
+
+static void assert_close(const floatX *a, const floatX *b, size_t count, const char *what) {
+    assert_near(a, b, count, 1e-3, what);
+}
+
+/* ---- products ---------------------------------------------------------------------------------------- */
+
+static void grouped_products(void **state) {
+    (void)state;
+    enum { IN = 13, OUT = 9, GROUPS = 5 };
+    const int rows[GROUPS] = {0, 70, 0, 133, 1};
+    struct context context = {.workers = workers_new(3)};
+    floatX *x = randoms(204 * IN, 1), *dy = randoms(204 * OUT, 2), *w = randoms(GROUPS * OUT * IN, 3);
+    floatX *y = randoms(204 * OUT, 4), *dx = randoms(204 * IN, 5),
+           *dw = must_alloc(GROUPS * OUT * IN * sizeof *dw);
+    floatX *expected = must_alloc((204 * (OUT + IN) + GROUPS * OUT * IN) * sizeof *expected);
+    floatX *ey = expected, *edx = ey + 204 * OUT, *edw = edx + 204 * IN, *weights[GROUPS], *gradients[GROUPS];
+    for (int g = 0, row = 0; g < GROUPS; g++) {
+        weights[g] = w + g * OUT * IN;
+        gradients[g] = dw + g * OUT * IN;
+        for (int end = row + rows[g]; row < end; row++)
+            for (int o = 0; o < OUT; o++)
+                for (int i = 0; i < IN; i++) {
+                    ey[row * OUT + o] += x[row * IN + i] * weights[g][o * IN + i];
+                    edx[row * IN + i] += dy[row * OUT + o] * weights[g][o * IN + i];
+                    edw[g * OUT * IN + o * IN + i] += dy[row * OUT + o] * x[row * IN + i];
+                }
+    }
+    grouped_linear_forward(&context, &(struct groups){GROUPS, rows, weights, NULL}, y, x, IN, OUT);
+    grouped_linear_backward_input(&context, &(struct groups){GROUPS, rows, weights, NULL}, dx, dy, IN, OUT);
+    grouped_linear_backward_weight(&context, &(struct groups){GROUPS, rows, gradients, NULL}, dy, x, IN, OUT);
+    assert_close(y, ey, 204 * OUT, "y");
+    assert_close(dx, edx, 204 * IN, "dx");
+    assert_close(dw, edw, GROUPS * OUT * IN, "dw");
+    linear_forward(&context, y, x, w, NULL, 0, IN, OUT); /* no rows: nothing happens */
+    linear_backward_weight(&context, dw, dw, dy, x, 0, IN, OUT);
+    assert_close(dw, edw, GROUPS * OUT * IN, "dw after an empty product");
+    assert_int_equal(context.scratch_bytes, 0);
+    free(x), free(dy), free(w), free(y), free(dx), free(dw), free(expected);
+    context_free(&context);
+    workers_free(context.workers);
+}
+
+/* ---- attention --------------------------------------------------------------------------------------- */
+
+/* Straight from the definition, one query at a time; gradients too. */
+static void naive_attention(const struct attention_shape *shape, const struct attention_inputs *in,
+                            floatX *out, const floatX *dout, floatX *dq, floatX *dk, floatX *dv,
+                            double *dsinks) {
+    int length = shape->seq_len, dim = shape->head_dim, group = shape->heads / shape->kv_heads;
+    double *p = must_alloc((size_t)length * sizeof *p), scale = 1 / sqrt(dim);
+    for (int s = 0; s < shape->sequences; s++)
+        for (int h = 0; h < shape->heads; h++)
+            for (int t = 0; t < length; t++) {
+                size_t at = ((size_t)s * length + t) * shape->heads * dim + (size_t)h * dim;
+                int first = shape->window && t - shape->window + 1 > 0 ? t - shape->window + 1 : 0;
+                double sink = in->sinks ? exp(in->sinks[h]) : 0, sum = sink, delta = 0;
+                for (int j = first; j <= t; j++) {
+                    size_t kv = ((size_t)s * length + j) * shape->kv_heads * dim + (size_t)(h / group) * dim;
+                    double score = 0;
+                    for (int d = 0; d < dim; d++) score += (double)in->q[at + d] * in->k[kv + d];
+                    sum += p[j] = exp(score * scale);
+                }
+                for (int d = 0; d < dim; d++) {
+                    double value = 0;
+                    for (int j = first; j <= t; j++)
+                        value += p[j] / sum *
+                                 in->v[((size_t)s * length + j) * shape->kv_heads * dim +
+                                       (size_t)(h / group) * dim + d];
+                    out[at + d] = (floatX)value;
+                    delta += value * dout[at + d];
+                }
+                for (int j = first; j <= t; j++) {
+                    size_t kv = ((size_t)s * length + j) * shape->kv_heads * dim + (size_t)(h / group) * dim;
+                    double dp = 0, weight = p[j] / sum;
+                    for (int d = 0; d < dim; d++) dp += (double)dout[at + d] * in->v[kv + d];
+                    double dscore = weight * (dp - delta) * scale;
+                    for (int d = 0; d < dim; d++) {
+                        dq[at + d] += (floatX)(dscore * in->k[kv + d]);
+                        dk[kv + d] += (floatX)(dscore * in->q[at + d]);
+                        dv[kv + d] += (floatX)(weight * dout[at + d]);
+                    }
+                }
+                if (in->sinks) dsinks[h] -= sink / sum * delta;
+            }
+    free(p);
+}
+
+/* found: rows of width `width` that lie `stride` apart */
+static void assert_rows_close(const floatX *found, int stride, const floatX *expected, int width, size_t rows,
+                              const char *what) {
+    floatX *close = must_alloc(rows * width * sizeof *close);
+    for (size_t r = 0; r < rows; r++)
+        memcpy(close + r * width, found + r * stride, (size_t)width * sizeof *close);
+    assert_near(close, expected, rows * width, 1, what); /* a window of 1 has gradients of 0 */
+    free(close);
+}
+
+static void check_attention(struct attention_shape shape, bool with_sinks, int threads) {
+    size_t tokens = (size_t)shape.sequences * shape.seq_len;
+    size_t query = tokens * shape.heads * shape.head_dim, key = tokens * shape.kv_heads * shape.head_dim;
+    int q_stride = shape.heads * shape.head_dim, k_stride = shape.kv_heads * shape.head_dim;
+    struct context context = {.workers = workers_new(threads)};
+    floatX *q = randoms(query, 1), *k = randoms(key, 2), *v = randoms(key, 3), *dout = randoms(query, 4);
+    floatX *sinks = with_sinks ? randoms((size_t)shape.heads, 5) : NULL, dsinks[16] = {0};
+    double expected_sinks[16] = {0};
+    floatX *out = randoms(query, 6), *expected = must_alloc(query * sizeof *out);
+    floatX *lse = must_alloc(tokens * shape.heads * sizeof *lse);
+    /* the backward pass writes rows of one stride, as of a fused projection */
+    int stride = q_stride + 2 * k_stride;
+    floatX *d = randoms(tokens * stride, 7), *dq = must_alloc(query * sizeof *dq),
+           *dk = must_alloc(key * sizeof *dk), *dv = must_alloc(key * sizeof *dv);
+    struct attention_inputs in = {q, k, v, q_stride, k_stride, k_stride, sinks};
+    naive_attention(&shape, &in, expected, dout, dq, dk, dv, expected_sinks);
+    attention_forward(&context, &shape, out, lse, &in);
+    attention_backward(&context, &shape, d, d + q_stride, d + q_stride + k_stride, stride, dsinks, dout, out,
+                       lse, &in);
+    assert_close(out, expected, query, "attention");
+    assert_rows_close(d, stride, dq, q_stride, tokens, "dq");
+    assert_rows_close(d + q_stride, stride, dk, k_stride, tokens, "dk");
+    assert_rows_close(d + q_stride + k_stride, stride, dv, k_stride, tokens, "dv");
+    for (int h = 0; with_sinks && h < shape.heads; h++)
+        assert_true(fabs(dsinks[h] - expected_sinks[h]) < CLOSE * fmax(1, fabs(expected_sinks[h])));
+    free(q), free(k), free(v), free(dout), free(sinks), free(out), free(expected), free(lse), free(d);
+    free(dq), free(dk), free(dv);
+    context_free(&context);
+    workers_free(context.workers);
+}
+
+static void tiled_attention(void **state) {
+    (void)state;
+    check_attention((struct attention_shape){2, 1, 2, 1, 4, 0}, false, 1);
+    check_attention((struct attention_shape){1, 64, 2, 2, 8, 0}, false, 1);
+    check_attention((struct attention_shape){2, 201, 4, 2, 6, 0}, true, 3);
+    check_attention((struct attention_shape){1, 333, 2, 1, 10, 1}, false, 2);
+    check_attention((struct attention_shape){1, 333, 2, 1, 10, 1}, true, 2);
+    check_attention((struct attention_shape){1, 300, 3, 1, 4, 37}, true, 2);
+    check_attention((struct attention_shape){2, 257, 2, 2, 4, 128}, false, 2);
+    check_attention((struct attention_shape){1, 130, 2, 1, 4, 1000}, false, 1);
+}
+
+/* Scores of ±400: exponentials that overflow unless the maximum is taken out. */
+static void extreme_scores(void **state) {
+    (void)state;
+    struct attention_shape shape = {1, 150, 1, 1, 4, 0};
+    struct context context = {0};
+    floatX *q = randoms(600, 1), *k = randoms(600, 2), *v = randoms(600, 3), *out = randoms(600, 4), lse[150];
+    for (int i = 0; i < 600; i++) q[i] *= 100, k[i] *= 4;
+    struct attention_inputs in = {q, k, v, 4, 4, 4, NULL};
+    attention_forward(&context, &shape, out, lse, &in);
+    for (int i = 0; i < 600; i++) assert_true(isfinite(out[i]) && fabs((double)out[i]) < 10);
+    free(q), free(k), free(v), free(out);
+    context_free(&context);
+}
+
+/* ---- router ------------------------------------------------------------------------------------------ */
+
+static struct model small_model(void) {
+    struct model model = {.name = "small", .layers = 2, .hidden = 10, .vocab = 19, .norm_eps = 1e-6};
+    model.attention.heads = 4;
+    model.attention.kv_heads = 2;
+    model.attention.head_dim = 6;
+    model.attention.rope_theta = 1e4;
+    model.moe.experts = 6;
+    model.moe.top_k = 2;
+    model.moe.expert_hidden = 5;
+    model.moe.renormalise = true;
+    model.moe.aux_loss = 0.02;
+    model.moe.z_loss = 0.003;
+    return model;
+}
+
+struct router_test {
+    floatX logits[12 * 6], weights[12 * 2];
+    int ids[12 * 2];
+    unsigned char kept[12 * 2];
+    struct route route;
+};
+
+static void route_tokens(struct router_test *test, const struct model *model, int sequences) {
+    struct context context = {0};
+    test->route = (struct route){test->logits, test->ids, test->weights, test->kept};
+    route_forward(&context, model, &test->route, sequences, 12 / sequences);
+}
+
+/* All tokens prefer expert 0, then expert 3. */
+static void fill_skewed(struct router_test *test) {
+    memset(test, 0, sizeof *test);
+    for (int t = 0; t < 12; t++) {
+        test->logits[t * 6] = 3;
+        test->logits[t * 6 + 3] = 2;
+    }
+}
+
+static void capacity(void **state) {
+    (void)state;
+    struct model model = small_model();
+    struct router_test test;
+    fill_skewed(&test);
+    model.moe.capacity_factor = 1; /* ceil(6 · 2 / 6) = 2 copies an expert and sequence */
+    route_tokens(&test, &model, 2);
+    for (int t = 0; t < 12; t++)
+        for (int k = 0; k < 2; k++) {
+            bool kept = t % 6 < 2; /* the first two tokens of each sequence */
+            assert_int_equal(test.kept[t * 2 + k], kept);
+            assert_int_equal(test.weights[t * 2 + k] > 0, kept);
+        }
+    struct router_test free_test;
+    fill_skewed(&free_test);
+    model.moe.capacity_factor = 6; /* room for all: the same as dropless */
+    route_tokens(&free_test, &model, 2);
+    model.moe.capacity_factor = 0;
+    route_tokens(&test, &model, 2);
+    assert_memory_equal(test.kept, free_test.kept, sizeof test.kept);
+    assert_memory_equal(test.weights, free_test.weights, sizeof test.weights);
+    assert_int_equal(test.ids[0], 0);
+    assert_int_equal(test.ids[1], 3);
+}
+
+static void auxiliary_losses(void **state) {
+    (void)state;
+    struct model model = small_model();
+    struct router_test test;
+    memset(&test, 0, sizeof test);
+    route_tokens(&test, &model, 2); /* equal logits: softmax 1/6, so aux = E · K / E per sequence */
+    struct route_losses losses = route_losses(&model, &test.route, 2, 6);
+    assert_true(fabs(losses.aux - 2 * 2) < 1e-5);
+    assert_true(fabs(losses.z - 12 * log(6) * log(6)) < 1e-4);
+    assert_true(route_margin(&model, &test.route, 12) == 0);
+    /* the sums of two sequences apart are the sum of both */
+    fill_skewed(&test);
+    for (int i = 0; i < 72; i++) test.logits[i] += (floatX)(0.1 * (i % 7));
+    route_tokens(&test, &model, 2);
+    struct route second = {test.logits + 36, test.ids + 12, test.weights + 12, test.kept + 12};
+    struct route_losses both = route_losses(&model, &test.route, 2, 6);
+    struct route_losses a = route_losses(&model, &test.route, 1, 6), b = route_losses(&model, &second, 1, 6);
+    assert_true(fabs(both.aux - a.aux - b.aux) < 1e-6 && fabs(both.z - a.z - b.z) < 1e-5);
+}
+
+static void noise_by_token(void **state) {
+    (void)state;
+    struct context context = {0};
+    floatX *all = randoms(60, 1), *part = randoms(60, 1), *noise = randoms(60, 2);
+    noise_forward(&context, all, noise, (struct route_key){5, 3, 1, 0}, 10, 6);
+    noise_forward(&context, part + 24, noise + 24, (struct route_key){5, 3, 1, 4}, 6, 6);
+    assert_memory_equal(all + 24, part + 24, 36 * sizeof *all);
+    noise_forward(&context, part, noise, (struct route_key){5, 4, 1, 0}, 4, 6);
+    assert_memory_not_equal(all, part, 24 * sizeof *all);
+    free(all), free(part), free(noise);
+}
+
+/* ---- activations: vectorised exponential and both backward forms ----------------------------------------
+ */
+
+static double activation_value(double gate, double up, enum activation_function kind) {
+    if (kind == ACTIVATION_SWIGLU) return gate / (1 + exp(-gate)) * up;
+    gate = fmin(gate, 7);
+    up = fmax(-7, fmin(up, 7));
+    return (up + 1) * gate / (1 + exp(-1.702 * gate));
+}
+
+static void activations(void **state) {
+    (void)state;
+    enum { ROWS = 37, WIDTH = 23 };
+    struct context context = {.workers = workers_new(2)};
+    for (int kind = ACTIVATION_SWIGLU; kind <= ACTIVATION_SWIGLU_CLAMPED; kind++) {
+        floatX *x = randoms(ROWS * 2 * WIDTH, 1), *act = randoms(ROWS * WIDTH, 2),
+               *d = randoms(ROWS * WIDTH, 3);
+        floatX *dx = randoms(ROWS * 2 * WIDTH, 4), *expected = must_alloc(ROWS * 2 * WIDTH * sizeof *x);
+        for (int i = 0; i < ROWS * 2 * WIDTH; i++) x[i] *= 5; /* some beyond the limits */
+        activation_forward(&context, act, x, ROWS, WIDTH, (enum activation_function)kind);
+        activation_backward(&context, dx, d, x, ROWS, WIDTH, (enum activation_function)kind);
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < WIDTH; i++) {
+                double g = x[r * 2 * WIDTH + i], u = x[r * 2 * WIDTH + WIDTH + i], h = 1e-6,
+                       dy = d[r * WIDTH + i];
+                enum activation_function f = (enum activation_function)kind;
+                assert_true(fabs(act[r * WIDTH + i] - activation_value(g, u, f)) < 1e-4);
+                expected[r * 2 * WIDTH + i] =
+                    (floatX)(dy * (activation_value(g + h, u, f) - activation_value(g - h, u, f)) / (2 * h));
+                expected[r * 2 * WIDTH + WIDTH + i] =
+                    (floatX)(dy * (activation_value(g, u + h, f) - activation_value(g, u - h, f)) / (2 * h));
+            }
+        for (int i = 0; i < ROWS * 2 * WIDTH; i++) assert_true(fabs((double)dx[i] - expected[i]) < 1e-3);
+        activation_backward(&context, x, d, x, ROWS, WIDTH, (enum activation_function)kind); /* in place */
+        assert_close(x, dx, ROWS * 2 * WIDTH, "activation backward in place");
+        free(x), free(act), free(d), free(dx), free(expected);
+    }
+    context_free(&context);
+    workers_free(context.workers);
+}
+
+/* ---- head -------------------------------------------------------------------------------------------- */
+
+static void head_in_chunks(void **state) {
+    (void)state;
+    enum { TOKENS = 45, HIDDEN = 6, VOCAB = 70001 }; /* so wide that a chunk is 16 tokens */
+    struct context context = {.workers = workers_new(2)};
+    floatX *x = randoms(TOKENS * HIDDEN, 1), *w = randoms((size_t)VOCAB * HIDDEN, 2),
+           *lse = randoms(TOKENS, 3);
+    floatX *dx = randoms(TOKENS * HIDDEN, 4), *dx2 = randoms(TOKENS * HIDDEN, 5);
+    floatX *dw = must_alloc((size_t)VOCAB * HIDDEN * sizeof *dw),
+           *dw2 = must_alloc((size_t)VOCAB * HIDDEN * sizeof *dw);
+    int targets[TOKENS];
+    double naive = 0;
+    for (int t = 0; t < TOKENS; t++) {
+        targets[t] = t * 1555;
+        double sum = 0, target = 0;
+        for (int v = 0; v < VOCAB; v++) {
+            double logit = 0;
+            for (int i = 0; i < HIDDEN; i++) logit += (double)x[t * HIDDEN + i] * w[(size_t)v * HIDDEN + i];
+            sum += exp(logit);
+            if (v == targets[t]) target = logit;
+        }
+        naive += log(sum) - target;
+    }
+    double loss = head_forward(&context, lse, x, w, targets, TOKENS, HIDDEN, VOCAB);
+    head_backward_input(&context, dx, lse, x, w, targets, TOKENS, HIDDEN, VOCAB, 0.25);
+    head_backward_weight(&context, dw, lse, x, w, targets, TOKENS, HIDDEN, VOCAB, 0.25);
+    double again = head_forward_backward(&context, dx2, dw2, x, w, targets, TOKENS, HIDDEN, VOCAB, 0.25);
+    assert_true(fabs(loss - naive) < 1e-5 * naive && loss == again);
+    assert_close(dx, dx2, TOKENS * HIDDEN, "head dx");
+    assert_close(dw, dw2, (size_t)VOCAB * HIDDEN, "head dw");
+    free(x), free(w), free(lse), free(dx), free(dx2), free(dw), free(dw2);
+    context_free(&context);
+    workers_free(context.workers);
+}
+
+/* ---- blocks, put together as a distributed run does, against the reference --------------------------------
+ */
+
+enum { SEQUENCES = 3, SEQ_LEN = 9, RANKS = 2 };
+
+struct run {
+    struct arena *arena;
+    const struct model *model;
+    struct parameters parameters;
+    floatX *values, *gradients;
+    struct rope rope;
+    struct context context;
+    enum recompute recompute;
+};
+/* One micro-batch (a sequence) at one layer: what the attention side and each expert rank keep. */
+struct layer_state {
+    struct attention_block attention;
+    struct attention_part part;
+    struct attention_kept kept;
+    struct attention_pending pending;
+    floatX *input;
+    struct expert_block block[RANKS];
+    struct expert_part expert_part[RANKS];
+    struct expert_kept expert_kept[RANKS];
+    struct expert_pending expert_pending[RANKS];
+    floatX *rows[RANKS];
+    int *copy[RANKS]; /* of each row: t · K + k, or token where it has no expert */
+};
+
+static void *take(struct run *run, size_t bytes) {
+    return arena_alloc(run->arena, bytes + 64);
+}
+static void *take_aligned(struct run *run, size_t bytes) {
+    return (void *)(((uintptr_t)arena_alloc(run->arena, bytes + 128) + 63) / 64 * 64);
+}
+
+/* Expert ranks: the first half of the experts, and the rest. A dense layer is on rank 1. */
+static void dispatch(struct run *run, struct layer_state *state, int layer, int rank) {
+    const struct model *model = run->model;
+    bool moe = model_layer_is_moe(model, layer);
+    int half = model->moe.experts / 2, first = rank ? half : 0, rows = 0, top_k = model->moe.top_k;
+    int experts = !moe ? 0 : rank ? model->moe.experts - half : half;
+    int *counts = take(run, (size_t)(experts + 1) * sizeof *counts), *copy = take(run, 100 * sizeof *copy);
+    floatX *weights = take(run, 100 * sizeof *weights);
+    unsigned char *firsts = take(run, 100);
+    const struct route *route = &state->kept.route;
+    for (int e = 0; e < experts; e++)
+        for (int c = 0; c < SEQ_LEN * top_k; c++) {
+            if (!route->kept[c] || route->ids[c] != first + e) continue;
+            int k = 0;
+            while (!route->kept[c / top_k * top_k + k]) k++;
+            firsts[rows] = c % top_k == k;
+            weights[rows] = route->weights[c];
+            copy[rows++] = c;
+            counts[e]++;
+        }
+    for (int t = 0; rank == 1 && t < SEQ_LEN; t++) { /* rows without an expert */
+        bool lost = true;
+        for (int k = 0; moe && k < top_k; k++) lost &= !route->kept[t * top_k + k];
+        if (!lost) continue;
+        firsts[rows] = 1;
+        copy[rows++] = t * top_k;
+    }
+    state->expert_part[rank] = (struct expert_part){rows, counts, weights, firsts};
+    state->copy[rank] = copy;
+    struct expert_block *block = &state->block[rank];
+    *block = (struct expert_block){.model = model, .layer = layer, .experts = experts};
+    block->ffn_norm = attention_tensors(&run->parameters, run->values, layer).ffn_norm;
+    block->ffn_norm_gradient = attention_tensors(&run->parameters, run->gradients, layer).ffn_norm;
+    block->weights = expert_tensors(run->arena, &run->parameters, run->values, layer, first, experts);
+    block->gradients = expert_tensors(run->arena, &run->parameters, run->gradients, layer, first, experts);
+    block->shared = ffn_tensors(&run->parameters, run->values, layer, -1);
+    block->shared_gradients = ffn_tensors(&run->parameters, run->gradients, layer, -1);
+}
+
+static void place_expert_memory(struct run *run, struct layer_state *state, int layer, int rank) {
+    const struct expert_part *part = &state->expert_part[rank];
+    int routed = 0, firsts = 0;
+    for (int e = 0; e < state->block[rank].experts; e++) routed += part->counts[e];
+    for (int r = 0; r < part->rows; r++) firsts += part->first[r];
+    state->expert_kept[rank] = expert_kept_place(
+        run->model, layer, run->recompute, routed, firsts,
+        take_aligned(run, expert_kept_bytes(run->model, layer, run->recompute, routed, firsts)));
+    state->expert_pending[rank] = expert_pending_place(
+        run->model, layer, run->recompute, routed, firsts,
+        take_aligned(run, expert_pending_bytes(run->model, layer, run->recompute, routed, firsts)));
+}
+
+static void block_layer_forward(struct run *run, struct layer_state *state, int layer, floatX *output) {
+    const struct model *model = run->model;
+    int hidden = model->hidden;
+    size_t row_bytes = (size_t)hidden * sizeof(floatX);
+    state->attention = (struct attention_block){model, layer, &run->rope,
+                                                attention_tensors(&run->parameters, run->values, layer),
+                                                attention_tensors(&run->parameters, run->gradients, layer)};
+    state->kept =
+        attention_kept_place(model, layer, run->recompute, SEQ_LEN,
+                             take_aligned(run, attention_kept_bytes(model, layer, run->recompute, SEQ_LEN)));
+    state->pending = attention_pending_place(
+        model, layer, SEQ_LEN, take_aligned(run, attention_pending_bytes(model, layer, SEQ_LEN)));
+    attention_block_forward(&run->context, &state->attention, &state->part, &state->kept, state->input);
+    memset(output, 0, SEQ_LEN * row_bytes);
+    for (int rank = 0; rank < RANKS; rank++) {
+        dispatch(run, state, layer, rank);
+        place_expert_memory(run, state, layer, rank);
+        const struct expert_part *part = &state->expert_part[rank];
+        floatX *rows = state->rows[rank] = take(run, (size_t)part->rows * row_bytes);
+        floatX *out = take(run, (size_t)part->rows * row_bytes);
+        for (int r = 0; r < part->rows; r++)
+            memcpy(rows + r * hidden, state->kept.middle + state->copy[rank][r] / model->moe.top_k * hidden,
+                   row_bytes);
+        expert_block_forward(&run->context, &state->block[rank], part, &state->expert_kept[rank], out, rows);
+        for (int r = 0; r < part->rows; r++)
+            for (int i = 0; i < hidden; i++)
+                output[state->copy[rank][r] / model->moe.top_k * hidden + i] += out[r * hidden + i];
+    }
+}
+
+/* d (T, H), in place */
+static void block_layer_backward(struct run *run, struct layer_state *state, floatX *d) {
+    const struct model *model = run->model;
+    int hidden = model->hidden;
+    size_t row_bytes = (size_t)hidden * sizeof(floatX);
+    floatX *dmiddle = take(run, SEQ_LEN * row_bytes),
+           *dweights = take(run, SEQ_LEN * (size_t)model->moe.top_k * 8);
+    for (int rank = 0; rank < RANKS; rank++) {
+        const struct expert_part *part = &state->expert_part[rank];
+        floatX *dout = take(run, (size_t)part->rows * row_bytes),
+               *din = take(run, (size_t)part->rows * row_bytes);
+        floatX *row_dweights = take(run, (size_t)part->rows * sizeof(floatX));
+        for (int r = 0; r < part->rows; r++)
+            memcpy(dout + r * hidden, d + state->copy[rank][r] / model->moe.top_k * hidden, row_bytes);
+        expert_block_backward_input(&run->context, &state->block[rank], part, &state->expert_kept[rank],
+                                    &state->expert_pending[rank], din, row_dweights, dout, state->rows[rank]);
+        for (int r = 0; r < part->rows; r++) {
+            int copy = state->copy[rank][r];
+            dweights[copy] += row_dweights[r];
+            for (int i = 0; i < hidden; i++)
+                dmiddle[copy / model->moe.top_k * hidden + i] += din[r * hidden + i];
+        }
+    }
+    attention_block_backward_input(&run->context, &state->attention, &state->part, &state->kept,
+                                   &state->pending, d, dmiddle, dweights, state->input);
+}
+
+static void block_layer_weight(struct run *run, struct layer_state *state) {
+    for (int rank = 0; rank < RANKS; rank++)
+        expert_block_backward_weight(&run->context, &state->block[rank], &state->expert_part[rank],
+                                     &state->expert_kept[rank], &state->expert_pending[rank],
+                                     state->rows[rank]);
+    attention_block_backward_weight(&run->context, &state->attention, &state->part, &state->kept,
+                                    &state->pending, state->input);
+}
+
+/* One micro-batch forward, then all input gradients, then, in another order, all weight gradients. */
+static void block_micro_batch(struct run *run, const struct batch *batch, int sequence) {
+    const struct model *model = run->model;
+    const int *inputs = batch->tokens + sequence * (SEQ_LEN + 1), *targets = inputs + 1;
+    size_t bytes = (size_t)SEQ_LEN * model->hidden * sizeof(floatX);
+    struct layer_state states[8];
+    memset(states, 0, sizeof states);
+    floatX *x = take(run, bytes), lse[SEQ_LEN], *d = take(run, bytes);
+    embedding_forward(&run->context, x, tensor_at(&run->parameters, run->values, "model.embed_tokens.weight"),
+                      inputs, SEQ_LEN, model->hidden);
+    for (int layer = 0; layer < model->layers; layer++) {
+        struct layer_state *state = &states[layer];
+        state->part = (struct attention_part){1,
+                                              SEQ_LEN,
+                                              {batch->seed, batch->step, -1, (int64_t)sequence * SEQ_LEN},
+                                              route_aux_scale(model, SEQUENCES),
+                                              route_z_scale(model, SEQUENCES * SEQ_LEN)};
+        state->input = x;
+        x = take(run, bytes);
+        block_layer_forward(run, state, layer, x);
+    }
+    struct head_block head = {model, tensor_at(&run->parameters, run->values, "model.norm.weight"),
+                              tensor_at(&run->parameters, run->gradients, "model.norm.weight"),
+                              head_tensor(&run->parameters, run->values),
+                              head_tensor(&run->parameters, run->gradients)};
+    double scale = 1.0 / (SEQUENCES * SEQ_LEN);
+    head_block_forward(&run->context, &head, lse, x, targets, SEQ_LEN);
+    head_block_backward_input(&run->context, &head, d, lse, x, targets, SEQ_LEN, scale);
+    for (int layer = model->layers - 1; layer >= 0; layer--) block_layer_backward(run, &states[layer], d);
+    embedding_backward(&run->context,
+                       tensor_at(&run->parameters, run->gradients, "model.embed_tokens.weight"), d, inputs,
+                       SEQ_LEN, model->hidden);
+    for (int layer = 0; layer < model->layers; layer++) block_layer_weight(run, &states[layer]);
+    head_block_backward_weight(&run->context, &head, lse, x, targets, SEQ_LEN, scale);
+}
+
+static void check_blocks(struct model model, enum recompute recompute) {
+    int tokens[SEQUENCES * (SEQ_LEN + 1)];
+    struct rng rng = rng_seed(8);
+    for (size_t i = 0; i < COUNT(tokens); i++) tokens[i] = rng_below(&rng, model.vocab);
+    struct batch batch = {tokens, SEQUENCES, 4, 2};
+    struct reference *reference = reference_new(&model, SEQ_LEN, SEQUENCES, 2, 1);
+    size_t total = reference->parameters.total;
+    floatX *values = randoms(total, 17);
+    for (size_t i = 0; i < total; i++) reference->values[i] = values[i] * (floatX)0.4;
+    reference_gradients(reference, &batch);
+    struct run run = {.arena = arena_new(), .model = &model, .recompute = recompute};
+    run.parameters = parameters_new(run.arena, &model, NULL, NULL);
+    run.values = reference->values;
+    run.gradients = take(&run, total * sizeof(floatX));
+    run.rope = rope_new(run.arena, SEQ_LEN, model.attention.head_dim, model.attention.rope_theta);
+    for (int s = 0; s < SEQUENCES; s++) block_micro_batch(&run, &batch, s);
+    for (int i = 0; i < run.parameters.count; i++) {
+        const struct parameter *p = &run.parameters.list[i];
+        assert_close(run.gradients + p->offset, reference->gradients + p->offset, p->count, p->name);
+    }
+    assert_int_equal(run.context.scratch_bytes, 0);
+    free(values);
+    context_free(&run.context);
+    arena_free(run.arena);
+    reference_free(reference);
+}
+
+static void blocks_equal_reference(void **state) {
+    (void)state;
+    struct model gptoss = small_model(), qwen3 = small_model(), deepseek = small_model(),
+                 noisy = small_model();
+    gptoss.attention.bias = gptoss.attention.sinks = gptoss.moe.bias = true;
+    gptoss.attention.window = 4;
+    gptoss.attention.window_layers = WINDOW_ODD;
+    gptoss.moe.router = ROUTER_TOPK_SOFTMAX;
+    gptoss.moe.activation = ACTIVATION_SWIGLU_CLAMPED;
+    qwen3.attention.qk_norm = true;
+    deepseek.layers = 3;
+    deepseek.moe.renormalise = false;
+    deepseek.moe.shared_experts = 2;
+    deepseek.moe.dense_layers = 1;
+    deepseek.moe.dense_hidden = 11;
+    noisy.moe.router = ROUTER_NOISY_TOPK;
+    noisy.moe.capacity_factor = 0.5;
+    noisy.moe.shared_experts = 1;
+    noisy.moe.dense_layers = 1;
+    noisy.moe.dense_hidden = 7;
+    noisy.moe.bias = true;
+    noisy.tie_embeddings = true;
+    for (int recompute = RECOMPUTE_NONE; recompute <= RECOMPUTE_SELECTIVE; recompute++) {
+        check_blocks(gptoss, (enum recompute)recompute);
+        check_blocks(qwen3, (enum recompute)recompute);
+        check_blocks(deepseek, (enum recompute)recompute);
+        check_blocks(noisy, (enum recompute)recompute);
+    }
+}
+
+/* What a block keeps is what the simulator counts, up to the padding of its tensors. */
+static void kept_bytes_are_as_modelled(void **state) {
+    (void)state;
+    struct model model = small_model();
+    enum { TOKENS = 4096, BYTES = sizeof(floatX) };
+    model.attention.qk_norm = true;
+    for (int recompute = RECOMPUTE_NONE; recompute <= RECOMPUTE_SELECTIVE; recompute++) {
+        double found = (double)attention_kept_bytes(&model, 0, (enum recompute)recompute, TOKENS) / TOKENS;
+        double small =
+            model.attention.heads + model.moe.experts + 2.0 * model.moe.top_k; /* 4 bytes each in the model */
+        double modelled = model_attention_activation_bytes(&model, 0, (enum recompute)recompute) - 4 * small;
+        double expected =
+            modelled / 2 * BYTES + (small - model.moe.top_k) * BYTES + model.moe.top_k * (4 + 1.0);
+        assert_true(fabs(found - expected) < 1);
+        found = (double)expert_kept_bytes(&model, 0, (enum recompute)recompute, TOKENS, TOKENS) / TOKENS;
+        expected = model_expert_activation_bytes(&model, 0, (enum recompute)recompute) / 2 * BYTES;
+        assert_true(fabs(found - expected) < 1);
+    }
+}
+
+/* ---- optimizer --------------------------------------------------------------------------------------- */
+
+static void optimizer(void **state) {
+    (void)state;
+    struct optimizer o = optimizer_default();
+    o.warmup_steps = 4, o.steps = 104, o.learning_rate = 1e-2, o.final_learning_rate = 1e-3;
+    assert_true(fabs(optimizer_rate(&o, 0) - 0.25e-2) < 1e-12 && fabs(optimizer_rate(&o, 3) - 1e-2) < 1e-12);
+    assert_true(fabs(optimizer_rate(&o, 54) - 5.5e-3) < 1e-12 &&
+                fabs(optimizer_rate(&o, 104) - 1e-3) < 1e-12);
+    floatX clipped[] = {3, 4};
+    assert_true(fabs(clip_scale(&o, sum_of_squares(clipped, 2)) - 0.2) < 1e-12);
+    /* one step of one number, by hand: m = 0.1 g, v = 0.05 g², both corrected to g and g² */
+    struct context context = {0};
+    floatX value = 2, gradient = (floatX)0.5, m = 0, v = 0;
+    adamw(&context, &o, 0, 1, true, &value, &gradient, &m, &v, 1);
+    assert_true(fabs(value - (2 * (1 - 0.25e-2 * 0.1) - 0.25e-2)) < 1e-6);
+    /* BF16 moments stay near the exact ones, on average over many elements */
+    enum { COUNT_ = 4096 };
+    floatX *a = randoms(COUNT_, 1), *b = randoms(COUNT_, 1), *g = randoms(COUNT_, 2);
+    floatX *m32 = must_alloc(COUNT_ * sizeof *m32), *v32 = must_alloc(COUNT_ * sizeof *v32);
+    uint16_t *m16 = must_alloc(COUNT_ * 2), *v16 = must_alloc(COUNT_ * 2);
+    double drift = 0, moved = 0;
+    for (int step = 0; step < 50; step++) {
+        adamw(&context, &o, step, 1, false, a, g, m32, v32, COUNT_);
+        adamw_bf16(&context, &o, step, 1, false, b, g, m16, v16, COUNT_, (uint64_t)step);
+    }
+    floatX *start = randoms(COUNT_, 1);
+    for (int i = 0; i < COUNT_; i++)
+        drift += fabs((double)a[i] - b[i]), moved += fabs((double)a[i] - start[i]);
+    assert_true(drift < 0.01 * moved);
+    assert_int_equal(bf16_from_float(1.0f), 0x3f80);
+    assert_true(isnan(bf16_to_float(bf16_from_float(NAN))) &&
+                isinf(bf16_to_float(bf16_from_float(INFINITY))));
+    free(a), free(b), free(g), free(m32), free(v32), free(m16), free(v16), free(start);
+}
+
+/* ---- parameters, data, safetensors -----------------------------------------------------------------------
+ */
+
+static bool keep_second_half(void *context, const struct parameter *p) {
+    (void)context;
+    return p->owner == OWNER_EXPERT && p->expert >= 3;
+}
+
+static void parameter_lists(void **state) {
+    (void)state;
+    struct arena *arena = arena_new();
+    struct model model = small_model();
+    model.attention.bias = model.attention.sinks = model.attention.qk_norm = model.moe.bias = true;
+    model.moe.dense_layers = 1, model.moe.dense_hidden = 8, model.moe.shared_experts = 1;
+    model.moe.router = ROUTER_NOISY_TOPK;
+    struct parameters all = parameters_new(arena, &model, NULL, NULL);
+    struct parameters part = parameters_new(arena, &model, keep_second_half, NULL);
+    assert_true((double)all.total == model_parameter_count(&model).total);
+    assert_int_equal(part.total, 3 * (size_t)model_expert_parameters(&model));
+    floatX *a = must_alloc(all.total * sizeof *a), *b = must_alloc(part.total * sizeof *b);
+    parameters_initialise(&all, a, 5);
+    parameters_initialise(&part, b, 5);
+    for (int i = 0; i < part.count; i++)
+        assert_memory_equal(b + part.list[i].offset, tensor_at(&all, a, part.list[i].name),
+                            part.list[i].count * sizeof *a);
+    assert_null(ffn_tensors(&part, b, 1, 0).gate_up);
+    assert_ptr_equal(ffn_tensors(&part, b, 1, 4).down,
+                     tensor_at(&part, b, "model.layers.1.mlp.experts.4.down_proj.weight"));
+    assert_ptr_equal(attention_tensors(&all, a, 1).router,
+                     tensor_at(&all, a, "model.layers.1.mlp.gate.weight"));
+    free(a), free(b);
+    arena_free(arena);
+}
+
+static void markov_entropy(void **state) {
+    (void)state;
+    enum { LENGTH = 200, MANY = 2000, STATES = 7 };
+    struct data *data = data_markov(STATES, LENGTH, 3);
+    static int tokens[LENGTH + 1], again[LENGTH + 1];
+    double pairs[STATES][STATES] = {{0}}, from[STATES] = {0}, entropy = 0;
+    for (int s = 0; s < MANY; s++) {
+        data_sequence(data, 1, 2, s, tokens);
+        for (int i = 0; i < LENGTH; i++) pairs[tokens[i]][tokens[i + 1]]++, from[tokens[i]]++;
+    }
+    for (int i = 0; i < STATES; i++)
+        for (int j = 0; j < STATES; j++)
+            if (pairs[i][j] > 0) entropy -= pairs[i][j] / (MANY * LENGTH) * log(pairs[i][j] / from[i]);
+    assert_true(fabs(entropy - data_entropy(data)) < 0.005);
+    data_sequence(data, 1, 2, MANY - 1, again);
+    assert_memory_equal(tokens, again, sizeof tokens);
+    data_sequence(data, 1, 3, MANY - 1, again);
+    assert_memory_not_equal(tokens, again, sizeof tokens);
+    data_free(data);
+}
+
+static const char *temporary(const void *bytes, size_t length) {
+    static char name[] = "/tmp/test_layers_XXXXXX";
+    strcpy(name + strlen(name) - 6, "XXXXXX");
+    int descriptor = mkstemp(name);
+    assert_true(descriptor >= 0 && write(descriptor, bytes, length) == (ssize_t)length);
+    close(descriptor);
+    return name;
+}
+
+static void text_errors(void **state) {
+    (void)state;
+    const struct {
+        const char *text;
+        size_t length;
+        const char *message;
+    } cases[] = {{"", 0, "is empty"}, {"abc", 3, "too short"}, {"abcdef\xc8ghi", 10, "byte 6 is 200"}};
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        struct errors errors = {0};
+        const char *file = temporary(cases[i].text, cases[i].length);
+        assert_null(data_open_text(file, 5, 128, &errors));
+        assert_int_equal(errors.count, 1);
+        assert_non_null(strstr(errors.messages[0], cases[i].message));
+        errors_free(&errors);
+        unlink(file);
+    }
+    struct errors errors = {0};
+    assert_null(data_open_text("/nonexistent", 5, 128, &errors));
+    errors_free(&errors);
+    const char *file = temporary("abcdefgh", 8);
+    struct data *data = data_open_text(file, 5, 128, &errors);
+    int tokens[6];
+    for (int s = 0; s < 50; s++) {
+        data_sequence(data, 1, 0, s, tokens);
+        for (int i = 0; i < 6; i++) assert_int_equal(tokens[i], tokens[0] + i);
+        assert_in_range(tokens[0], 'a', 'c');
+    }
+    data_free(data);
+    unlink(file);
+}
+
+/* A file with this header and so many bytes of data. */
+static struct safetensors *open_header(const char *header, size_t data_bytes, struct errors *errors) {
+    size_t length = strlen(header);
+    unsigned char *bytes = must_alloc(8 + length + data_bytes + 1);
+    for (int i = 0; i < 8; i++) bytes[i] = (unsigned char)(length >> 8 * i);
+    memcpy(bytes + 8, header, length);
+    const char *file = temporary(bytes, 8 + length + data_bytes);
+    struct safetensors *opened = safetensors_open(file, errors);
+    unlink(file);
+    free(bytes);
+    return opened;
+}
+
+static void damaged_safetensors(void **state) {
+    (void)state;
+    static const char *const headers[] = {
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,25]}}",
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,4],\"data_offsets\":[0,32]}}",
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,24]}}",
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[-2,-3],\"data_offsets\":[0,24]}}",
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[24,0]}}",
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[1e300,24]}}",
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0.5,24.5]}}",
+        "{\"a\":{\"dtype\":1,\"shape\":[2,3],\"data_offsets\":[0,24]}}",
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":{},\"data_offsets\":[0,24]}}",
+        "{\"a\":7}",
+        "[1,2]",
+        "{\"a\":",
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
+        "\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}",
+    };
+    for (size_t i = 0; i < COUNT(headers); i++) {
+        struct errors errors = {0};
+        if (open_header(headers[i], 24, &errors)) fail_msg("accepted %s", headers[i]);
+        assert_true(errors.count > 0);
+        errors_free(&errors);
+    }
+    struct errors errors = {0};
+    struct safetensors *good =
+        open_header("{\"__metadata__\":{},\"a\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}}",
+                    24, &errors);
+    assert_non_null(good);
+    assert_int_equal(safetensors_find(good, "a")->count, 6);
+    assert_null(safetensors_find(good, "b"));
+    safetensors_close(good);
+    const unsigned char huge[9] = {255, 255, 255, 255, 255, 255, 255, 127, '{'};
+    const char *file = temporary(huge, sizeof huge);
+    assert_null(safetensors_open(file, &errors));
+    unlink(file);
+    file = temporary("", 0);
+    assert_null(safetensors_open(file, &errors));
+    unlink(file);
+    assert_null(safetensors_open("/nonexistent", &errors));
+    assert_null(safetensors_open("/tmp", &errors));
+    errors_free(&errors);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(grouped_products),
+        cmocka_unit_test(tiled_attention),
+        cmocka_unit_test(extreme_scores),
+        cmocka_unit_test(capacity),
+        cmocka_unit_test(auxiliary_losses),
+        cmocka_unit_test(noise_by_token),
+        cmocka_unit_test(activations),
+        cmocka_unit_test(head_in_chunks),
+        cmocka_unit_test(blocks_equal_reference),
+        cmocka_unit_test(kept_bytes_are_as_modelled),
+        cmocka_unit_test(optimizer),
+        cmocka_unit_test(parameter_lists),
+        cmocka_unit_test(markov_entropy),
+        cmocka_unit_test(text_errors),
+        cmocka_unit_test(damaged_safetensors),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
