@@ -15,6 +15,13 @@ static void print_usage(FILE *stream) {
     fprintf(stream, "\n'disagmoe VERB --help' says more. Version %s.\n", VERSION);
 }
 
+/* A full disk shows only when the last of the output is written. */
+static int finish(int status) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) return status;
+    fprintf(stderr, "disagmoe: standard output: it could not be written\n");
+    return status ? status : STATUS_FAILED;
+}
+
 int main(int argc, char **argv) {
     /* Schedules are built and freed by the thousand: keep their memory instead of returning each to the
      * kernel. */
@@ -26,21 +33,14 @@ int main(int argc, char **argv) {
     }
     if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "help") == 0) {
         print_usage(stdout);
-        return STATUS_DONE;
+        return finish(STATUS_DONE);
     }
     if (strcmp(argv[1], "--version") == 0) {
         printf("disagmoe %s\n", VERSION);
-        return STATUS_DONE;
+        return finish(STATUS_DONE);
     }
     for (size_t i = 0; i < COUNT(verbs); i++)
-        if (strcmp(argv[1], verbs[i]->name) == 0) {
-            int status = verbs[i]->run(argc - 2, argv + 2);
-            if (fflush(stdout) || ferror(stdout)) {
-                fprintf(stderr, "disagmoe: standard output: it could not be written\n");
-                return status ? status : STATUS_FAILED;
-            }
-            return status;
-        }
+        if (strcmp(argv[1], verbs[i]->name) == 0) return finish(verbs[i]->run(argc - 2, argv + 2));
     fprintf(stderr, "disagmoe: unknown verb '%s'; see 'disagmoe --help'\n", argv[1]);
     return STATUS_USAGE;
 }
