@@ -116,7 +116,7 @@ for verb in sim schedule check; do
     err_has "disagmoe: $work/small.json: unheard: unknown key"
     expect 2 $verb "${one[@]}" --set 'parallel={"groups":4,"attn_gpus":2,"ffn_gpus":1}'
     err_named
-    err_has "at most the cluster's 8 GPUs"
+    err_has "disagmoe: $work/small.json: disagmoe: parallel: found 4 groups of 2 + 1 GPUs; at most the cluster's 8 GPUs"
     head -c 100 "$work/small.json" >"$work/cut.json"
     expect 2 $verb "$work/cut.json"
     err_has "disagmoe: $work/cut.json: "

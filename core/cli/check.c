@@ -2,10 +2,11 @@
  * fit. */
 #include "cli/cli.h"
 
-static void check_plan(const struct system *system, const struct point *point, struct errors *errors) {
+/* What is wrong goes to `found`. */
+static void check_plan(const struct system *system, const struct point *point, struct errors *found) {
     struct plan plan;
     bool feasible;
-    if (!tune_point(system, point, &plan, &feasible, errors)) return;
+    if (!tune_point(system, point, &plan, &feasible, found)) return;
     const char *at = *point->label ? point->label : point->name;
     if (!feasible) {
         printf("%s: %s: nothing fits the GPUs' memory\n", at, system->name);
@@ -14,11 +15,21 @@ static void check_plan(const struct system *system, const struct point *point, s
     struct result result;
     struct schedule *schedule;
     simulate_plan(system, &plan, &result, &schedule, NULL);
-    schedule_validate(schedule, errors);
-    printf("%s: %s: %lld operations, valid; peak memory %.1f GB of %.1f GB%s\n", at, system->name,
-           (long long)result.ops, result.peak_memory / 1e9, point->cluster->gpu.memory_bytes / 1e9,
-           result.oom ? ", does not fit" : "");
+    bool valid = schedule_validate(schedule, found);
+    printf("%s: %s: %lld operations, %s; peak memory %.1f GB of %.1f GB%s\n", at, system->name,
+           (long long)result.ops, valid ? "valid" : "not valid", result.peak_memory / 1e9,
+           point->cluster->gpu.memory_bytes / 1e9, result.oom ? ", does not fit" : "");
     schedule_free(schedule);
+}
+
+static void check_point(const struct options *options, const struct point *point, struct errors *errors) {
+    for (int k = 0; k < point->system_count; k++) {
+        const struct system *system = system_named(point->systems[k]);
+        struct errors found = {0};
+        check_plan(system, point, &found);
+        add_point_errors(options, point, system, &found, errors);
+        errors_free(&found);
+    }
 }
 
 static int run(int argc, char **argv) {
@@ -36,8 +47,7 @@ static int run(int argc, char **argv) {
     struct experiment experiment;
     if (load_experiment(&options, &experiment, &errors))
         for (int i = 0; i < experiment.point_count; i++)
-            for (int k = 0; k < experiment.points[i].system_count; k++)
-                check_plan(system_named(experiment.points[i].systems[k]), &experiment.points[i], &errors);
+            check_point(&options, &experiment.points[i], &errors);
     int status = errors.count ? STATUS_USAGE : STATUS_DONE;
     errors_print(&errors, stderr);
     errors_free(&errors);

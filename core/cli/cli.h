@@ -51,6 +51,9 @@ bool parse_options(const struct verb *verb, int argc, char **argv, const struct 
 
 /* Reads the manifest and checks that its systems, or the one asked for, are registered. */
 bool load_experiment(const struct options *options, struct experiment *experiment, struct errors *errors);
+/* Adds what was found wrong with a point for a system, with the manifest and the point named. */
+void add_point_errors(const struct options *options, const struct point *point, const struct system *system,
+                      const struct errors *found, struct errors *errors);
 
 /* Set by Ctrl-C: what is finished is kept, nothing new begins. */
 extern volatile int interrupted;

@@ -32,8 +32,9 @@ static bool take_number(const char *text, int *number) {
     return true;
 }
 
-static bool take_override(const struct verb *verb, struct options *options, const char *text) {
-    const char *equals = strchr(text, '=');
+/* Ends the path where the value begins: arguments may be written to. */
+static bool take_override(const struct verb *verb, struct options *options, char *text) {
+    char *equals = strchr(text, '=');
     if (!equals || equals == text) {
         usage_error(verb, "--set takes path=value, found", text);
         return false;
@@ -42,9 +43,8 @@ static bool take_override(const struct verb *verb, struct options *options, cons
         usage_error(verb, "too many of", "--set");
         return false;
     }
-    char *path = must_alloc((size_t)(equals - text) + 1); /* lives as long as the process */
-    memcpy(path, text, (size_t)(equals - text));
-    options->overrides[options->override_count++] = (struct override){path, equals + 1};
+    *equals = '\0';
+    options->overrides[options->override_count++] = (struct override){text, equals + 1};
     return true;
 }
 
@@ -63,7 +63,7 @@ static void print_help(const struct verb *verb) {
 }
 
 /* --name VALUE or --name=VALUE: the value, or NULL when there is none. */
-static const char *value_of(char **argv, int argc, int *i, size_t name_length) {
+static char *value_of(char **argv, int argc, int *i, size_t name_length) {
     if (argv[*i][name_length] == '=') return argv[*i] + name_length + 1;
     return *i + 1 < argc ? argv[++*i] : NULL;
 }
@@ -99,7 +99,7 @@ bool parse_options(const struct verb *verb, int argc, char **argv, const struct 
             *rule->flag = true;
             continue;
         }
-        const char *value = value_of(argv, argc, &i, length);
+        char *value = value_of(argv, argc, &i, length);
         if (!value) {
             usage_error(verb, "a value is missing behind", argument);
             return false;
@@ -117,6 +117,13 @@ static void check_system(const char *name, const char *file, const char *path, s
     for (int i = 0; i < count; i++) text_add(&known, "%s%s", i ? ", " : "", systems[i]->name);
     errors_add(errors, file, path, "found \"%s\"; registered systems are %s", name, known.text);
     free(known.text);
+}
+
+void add_point_errors(const struct options *options, const struct point *point, const struct system *system,
+                      const struct errors *found, struct errors *errors) {
+    for (int i = 0; i < found->count; i++)
+        errors_add(errors, options->manifest, NULL, "%s%s%s: %s", point->label, *point->label ? ": " : "",
+                   system->name, found->messages[i]);
 }
 
 bool load_experiment(const struct options *options, struct experiment *experiment, struct errors *errors) {

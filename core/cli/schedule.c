@@ -14,7 +14,11 @@ static int show(const struct options *options, const struct system *system, cons
                 struct errors *errors) {
     struct plan plan;
     bool feasible;
-    if (!tune_point(system, point, &plan, &feasible, errors)) return STATUS_USAGE;
+    struct errors found = {0};
+    bool possible = tune_point(system, point, &plan, &feasible, &found);
+    add_point_errors(options, point, system, &found, errors);
+    errors_free(&found);
+    if (!possible) return STATUS_USAGE;
     if (!feasible) {
         errors_add(errors, options->manifest, NULL, "nothing fits the GPUs' memory for %s", system->name);
         return STATUS_FAILED;

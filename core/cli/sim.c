@@ -62,11 +62,9 @@ static struct run plan_tasks(const struct experiment *experiment) {
 /* An impossible layout is the manifest's error: say where. */
 static void collect_errors(const struct options *options, struct run *run, struct errors *errors) {
     for (int i = 0; i < run->count; i++) {
-        for (int k = 0; k < run->tasks[i].errors.count; k++)
-            errors_add(errors, options->manifest, NULL, "%s%s%s: %s", run->tasks[i].point->label,
-                       *run->tasks[i].point->label ? ": " : "", run->tasks[i].system->name,
-                       run->tasks[i].errors.messages[k]);
-        errors_free(&run->tasks[i].errors);
+        struct task *task = &run->tasks[i];
+        add_point_errors(options, task->point, task->system, &task->errors, errors);
+        errors_free(&task->errors);
     }
 }
 
