@@ -11,6 +11,7 @@ build skips them and relies on golden values.
 #include <stddef.h>
 #include <cmocka.h>
 
+#include "train/data.h"
 #include "train/reference.h"
 #include "train/safetensors.h"
 
@@ -182,26 +183,27 @@ static void read_golden_tokens(struct golden *golden) {
     free(values);
 }
 
-static struct golden golden_open(const char *name) {
-    struct golden golden = {.arena = arena_new()};
-    const char *folder = arena_printf(golden.arena, "tests/golden/%s", name);
-    const char *weights = arena_printf(golden.arena, "%s/model.safetensors", folder);
+/* Into a structure that stays where it is: the reference points to its model. */
+static void golden_open(struct golden *golden, const char *name) {
+    *golden = (struct golden){.arena = arena_new()};
+    const char *folder = arena_printf(golden->arena, "tests/golden/%s", name);
+    const char *weights = arena_printf(golden->arena, "%s/model.safetensors", folder);
     struct json config =
-        json_read_file(arena_printf(golden.arena, "%s/config.json", folder), golden.arena, &golden.errors);
-    if (config.node) model_import(config, &golden.model);
-    stop_on_errors(&golden.errors);
+        json_read_file(arena_printf(golden->arena, "%s/config.json", folder), golden->arena, &golden->errors);
+    if (config.node) model_import(config, &golden->model);
+    stop_on_errors(&golden->errors);
     cJSON_Delete(config.node);
-    golden.model.moe.aux_loss =
+    golden->model.moe.aux_loss =
         0.01; /* import scales it by each family's own definition; the script uses one */
-    golden.expected =
-        safetensors_open(arena_printf(golden.arena, "%s/expected.safetensors", folder), &golden.errors);
-    stop_on_errors(&golden.errors);
-    int64_t seq_len = expected_tensor(&golden, "tokens")->shape[1] - 1;
-    golden.reference = reference_new(&golden.model, (int)seq_len, 2, 1, 1);
-    parameters_import(&golden.reference->parameters, golden.reference->values, &weights, 1, &golden.errors);
-    stop_on_errors(&golden.errors);
-    read_golden_tokens(&golden);
-    return golden;
+    golden->expected =
+        safetensors_open(arena_printf(golden->arena, "%s/expected.safetensors", folder), &golden->errors);
+    stop_on_errors(&golden->errors);
+    int64_t seq_len = expected_tensor(golden, "tokens")->shape[1] - 1;
+    golden->reference = reference_new(&golden->model, (int)seq_len, 2, 1, 1);
+    parameters_import(&golden->reference->parameters, golden->reference->values, &weights, 1,
+                      &golden->errors);
+    stop_on_errors(&golden->errors);
+    read_golden_tokens(golden);
 }
 
 static void golden_close(struct golden *golden) {
@@ -229,7 +231,8 @@ static double difference(const struct golden *golden, const char *name, const fl
 }
 
 static void check_golden(const char *name) {
-    struct golden golden = golden_open(name);
+    struct golden golden;
+    golden_open(&golden, name);
     struct reference *reference = golden.reference;
     int tokens = golden.batch.sequences * reference->seq_len, vocab = golden.model.vocab;
     floatX *logits = must_alloc((size_t)tokens * vocab * sizeof *logits);
@@ -264,7 +267,127 @@ static void golden_values(void **state) {
         }
 }
 
+/* ---- whole steps ----------------------------------------------------------------------------------------
+ */
+
+/* The same batch worked through 1, 2 or 3 sequences at a time, on 1 or 3 threads. */
+static void cut_does_not_matter(void **state) {
+    (void)state;
+    struct model models[] = {tiny_qwen3(), tiny_gptoss(), tiny_deepseek(), tiny_noisy()};
+    const double tolerance = sizeof(floatX) == 8 ? 1e-12 : 1e-4;
+    for (size_t m = 0; m < COUNT(models); m++) {
+        struct reference *whole = reference_new(&models[m], SEQ_LEN, SEQUENCES, 1, 1);
+        int *tokens = random_tokens(SEQUENCES, SEQ_LEN, models[m].vocab);
+        struct batch batch = {tokens, SEQUENCES, 11, 5};
+        randomise(whole, 0.3);
+        double loss = reference_gradients(whole, &batch).total;
+        for (int at_once = 1; at_once < SEQUENCES; at_once++) {
+            struct reference *cut = reference_new(&models[m], SEQ_LEN, at_once, 3, 1);
+            randomise(cut, 0.3);
+            assert_true(fabs(reference_gradients(cut, &batch).total - loss) < tolerance * loss);
+            for (size_t i = 0; i < whole->parameters.total; i++)
+                assert_true(fabs((double)whole->gradients[i] - cut->gradients[i]) < tolerance);
+            reference_free(cut);
+        }
+        free(tokens);
+        reference_free(whole);
+    }
+}
+
+/* One expert takes every token, the others none: empty products everywhere. */
+static void one_expert_takes_all(void **state) {
+    (void)state;
+    struct model model = tiny_gptoss();
+    model.moe.top_k = 1;
+    struct reference *reference = reference_new(&model, SEQ_LEN, SEQUENCES, 2, 1);
+    int *tokens = random_tokens(SEQUENCES, SEQ_LEN, model.vocab);
+    struct batch batch = {tokens, SEQUENCES, 11, 5};
+    randomise(reference, 0.3);
+    for (int layer = 0; layer < model.layers; layer++)
+        attention_tensors(&reference->parameters, reference->values, layer).router_bias[3] = 100;
+    struct step_losses losses = reference_gradients(reference, &batch);
+    assert_true(isfinite(losses.total) && fabs(losses.imbalance - model.moe.experts) < 1e-9);
+    struct ffn_tensors idle = ffn_tensors(&reference->parameters, reference->gradients, 0, 0);
+    for (int i = 0; i < model.hidden; i++) assert_true(idle.down_bias[i] == 0);
+    free(tokens);
+    reference_free(reference);
+}
+
+static void nan_changes_nothing(void **state) {
+    (void)state;
+    struct model model = tiny_qwen3();
+    struct reference *reference = reference_new(&model, SEQ_LEN, SEQUENCES, 1, 1);
+    int *tokens = random_tokens(SEQUENCES, SEQ_LEN, model.vocab);
+    struct batch batch = {tokens, SEQUENCES, 1, 0};
+    struct optimizer optimizer = optimizer_default();
+    reference->values[tokens[2] * model.hidden] = (floatX)NAN;
+    floatX before = reference->values[reference->parameters.total - 1];
+    assert_true(isnan(reference_step(reference, &batch, &optimizer, NULL).total));
+    assert_true(reference->values[reference->parameters.total - 1] == before);
+    free(tokens);
+    reference_free(reference);
+}
+
+/* 300 steps come within 3 % of the entropy of the source. */
+static void learns_the_chain(void **state) {
+    (void)state;
+    enum { BATCH = 16, LENGTH = 32, STEPS = 300 };
+    struct model model = tiny_qwen3();
+    model.layers = 1;
+    model.hidden = 32;
+    model.vocab = 8;
+    model.moe.expert_hidden = 16;
+    struct data *data = data_markov(model.vocab, LENGTH, 2);
+    struct reference *reference = reference_new(&model, LENGTH, BATCH, 2, 1);
+    struct optimizer optimizer = optimizer_default();
+    optimizer.learning_rate = 1e-2;
+    optimizer.steps = STEPS;
+    static int tokens[BATCH][LENGTH + 1];
+    double first = 0, last = 0, norm;
+    for (int step = 0; step < STEPS; step++) {
+        for (int s = 0; s < BATCH; s++) data_sequence(data, 1, step, s, tokens[s]);
+        struct batch batch = {tokens[0], BATCH, 1, step};
+        double loss = reference_step(reference, &batch, &optimizer, &norm).cross_entropy;
+        if (step == 0) first = loss;
+        if (step >= STEPS - 50) last += loss / 50;
+    }
+    print_message("loss %.4f, then %.4f; entropy %.4f nats\n", first, last, data_entropy(data));
+    assert_true(last < 1.03 * data_entropy(data) && last > 0.97 * data_entropy(data));
+    reference_free(reference);
+    data_free(data);
+}
+
+/* A missing tensor, another shape: each is named. */
+static void import_errors(void **state) {
+    (void)state;
+    struct golden golden;
+    golden_open(&golden, "qwen3-1");
+    struct errors errors = {0};
+    struct model other = golden.model;
+    other.layers++;
+    other.hidden += 2;
+    struct parameters parameters = parameters_new(golden.arena, &other, NULL, NULL);
+    floatX *values = must_alloc(parameters.total * sizeof *values);
+    const char *files[] = {"tests/golden/qwen3-1/model.safetensors"};
+    assert_false(parameters_import(&parameters, values, files, 1, &errors));
+    bool missing = false, shape = false;
+    for (int i = 0; i < errors.count; i++) {
+        missing |= strstr(errors.messages[i], "model.layers.2.") && strstr(errors.messages[i], "is missing");
+        shape |=
+            strstr(errors.messages[i], "model.norm.weight") && strstr(errors.messages[i], "another shape");
+    }
+    assert_true(missing && shape);
+    free(values);
+    errors_free(&errors);
+    golden_close(&golden);
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(finite_differences), cmocka_unit_test(golden_values)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(finite_differences),  cmocka_unit_test(golden_values),
+        cmocka_unit_test(cut_does_not_matter), cmocka_unit_test(one_expert_takes_all),
+        cmocka_unit_test(nan_changes_nothing), cmocka_unit_test(learns_the_chain),
+        cmocka_unit_test(import_errors),
+    };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -33,7 +33,7 @@ static inline float exponential(float x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23;
+    uint32_t bits = ((uint32_t)(int32_t)n + 127) << 23; /* unsigned: n of a NaN is any number */
     float power;
     memcpy(&power, &bits, sizeof power);
     return p * power;
