@@ -20,10 +20,13 @@ Nothing depends on clocks or threads: the same point gives the same choice every
 
 #define MAX_LAYOUTS 4096
 #define MAX_STATES 64
+#define SLACK 1.05 /* the first phase follows candidates this far behind the best */
+#define REFINED 12 /* candidates whose order is refined */
 
 struct candidate {
     struct plan plan;
     struct bound bound;
+    double seconds; /* per sequence, the best found in the first phase */
 };
 
 struct tuner {
@@ -35,7 +38,9 @@ struct tuner {
     struct candidate *candidates;
     int candidate_count;
     struct plan best_plan;
-    double best; /* seconds for the sequences of a step, so per sequence */
+    double best;   /* seconds for the sequences of a step, so per sequence */
+    double slack;  /* plans slower than slack × best are given up */
+    double latest; /* the best of the candidate under way, seconds per sequence */
     bool found;
 };
 
@@ -78,7 +83,7 @@ static void add_candidate(struct tuner *tuner, struct plan plan) {
     bound.seconds = per_sequence(&plan, bound.seconds);
     tuner->candidates =
         must_realloc(tuner->candidates, (size_t)(tuner->candidate_count + 1) * sizeof *tuner->candidates);
-    tuner->candidates[tuner->candidate_count++] = (struct candidate){plan, bound};
+    tuner->candidates[tuner->candidate_count++] = (struct candidate){plan, bound, INFINITY};
 }
 
 static void list_candidates(struct tuner *tuner, const struct parallel *layouts, int layout_count) {
@@ -172,7 +177,7 @@ static double try_plan(struct tuner *tuner, struct plan plan) {
     struct schedule *schedule;
     struct timeline timeline = {0};
     struct result result;
-    double limit = tuner->found ? tuner->best * plan.sequences : INFINITY;
+    double limit = tuner->found ? tuner->slack * tuner->best * plan.sequences : INFINITY;
     if (!simulate_before(tuner->system, &plan, limit, &result, &schedule, &timeline)) return 0;
     double *activations = activation_peaks(schedule, &timeline);
     struct memory chosen = plan.memory;
@@ -189,6 +194,7 @@ static double try_plan(struct tuner *tuner, struct plan plan) {
         if (result.oom && tuner->point->auto_memory) return 1;
     }
     double seconds = per_sequence(&plan, result.step_time);
+    tuner->latest = fmin(tuner->latest, seconds);
     if (tuner->found && seconds >= tuner->best) return 0;
     tuner->found = true;
     tuner->best = seconds;
@@ -203,40 +209,59 @@ static void try_in_flight(struct tuner *tuner, struct plan plan, int wave, int p
     for (size_t i = 0; i < COUNT(in_flight_choices); i++) {
         int in_flight = in_flight_choices[i];
         if (in_flight > most || !in_flight_is_useful(&plan, i)) continue;
-        if (wave && in_flight % wave) continue;
-        plan.order = (struct order){wave ? wave : in_flight, wave ? in_flight / wave : 1, prefer};
+        if (wave > in_flight || in_flight % wave) continue;
+        plan.order = (struct order){wave, in_flight / wave, prefer};
         double over = try_plan(tuner, plan);
         if (over > 0) most = 1.2 * in_flight / over;
     }
 }
 
-/* The policy's other parameters, for the layout and levers found best with one wave. */
-static void refine_order(struct tuner *tuner) {
-    static const int waves[] = {0, 4, 8, 16, 24, 32};
-    struct plan plan = tuner->best_plan;
+/* The policy's other parameters, for one candidate's layout and levers. */
+static void refine_order(struct tuner *tuner, struct plan plan) {
+    static const int waves[] = {1, 2, 4, 8, 16, 24, 32, 64};
+    choose_state(tuner, &plan, NULL, &plan.memory);
     for (size_t i = 0; i < COUNT(waves); i++)
         for (int prefer = PREFER_BACKWARD; prefer <= PREFER_WAVE; prefer++)
             try_in_flight(tuner, plan, waves[i], prefer);
 }
 
-static void search(struct tuner *tuner) {
-    bool open = order_is_open(tuner);
+static int by_seconds(const void *a, const void *b) {
+    const struct candidate *x = a, *y = b;
+    return x->seconds != y->seconds ? (x->seconds < y->seconds ? -1 : 1) : by_bound(a, b);
+}
+
+/* First phase: every candidate that may win, in the order of its bound, under a typical policy. */
+static void try_candidates(struct tuner *tuner, bool open) {
     for (int i = 0; i < tuner->candidate_count; i++) {
-        struct plan plan = tuner->candidates[i].plan;
-        if (tuner->found && tuner->candidates[i].bound.seconds >= tuner->best) break;
-        if (!open && tuner->candidate_count == 1 && tuner->state_count == 1) { /* nothing to choose */
-            tuner->best_plan = plan;
-            tuner->found = true;
-            return;
-        }
+        struct candidate *candidate = &tuner->candidates[i];
+        struct plan plan = candidate->plan;
+        if (tuner->found && candidate->bound.seconds >= tuner->best) continue;
         /* The quickest state first: what cannot win with it cannot win at all. */
         choose_state(tuner, &plan, NULL, &plan.memory);
+        tuner->latest = INFINITY;
         if (open)
-            try_in_flight(tuner, plan, 0, PREFER_WAVE);
+            try_in_flight(tuner, plan, 4, PREFER_BACKWARD);
         else
             try_plan(tuner, plan);
+        candidate->seconds = tuner->latest;
     }
-    if (open && tuner->found) refine_order(tuner);
+}
+
+static void search(struct tuner *tuner) {
+    bool open = order_is_open(tuner);
+    if (!open && tuner->candidate_count == 1 && tuner->state_count == 1) { /* nothing to choose */
+        tuner->best_plan = tuner->candidates[0].plan;
+        tuner->found = true;
+        return;
+    }
+    tuner->slack = open ? SLACK : 1;
+    try_candidates(tuner, open);
+    if (!open) return;
+    qsort(tuner->candidates, (size_t)tuner->candidate_count, sizeof *tuner->candidates, by_seconds);
+    tuner->slack = 1;
+    for (int i = 0; i < tuner->candidate_count && i < REFINED; i++)
+        if (tuner->candidates[i].seconds < INFINITY || !tuner->found)
+            refine_order(tuner, tuner->candidates[i].plan);
 }
 
 /* ---- the point -------------------------------------------------------------------------------------------
