@@ -249,6 +249,18 @@ static int send_on(struct schedule *schedule, const struct layout *layout, enum 
     return op;
 }
 
+/* All-to-alls run in the compute stream's order: the next chunk does not begin beside this one's last
+   combine, nor does a backward chunk's first one beside the chunk before. The wait holds the compute lane for
+   no time. */
+static int wait_for(struct schedule *schedule, const struct layout *layout, const struct chunk *chunk,
+                    enum pass pass, int m, int after) {
+    int layer = chunk->first_layer + chunk->layers - 1;
+    if (!model_layer_is_moe(layout->plan->point->model, layer)) return after;
+    int op = schedule_compute(schedule, KIND_COMBINE, pass, layer, m, chunk->stage, 0);
+    schedule_after(schedule, after);
+    return op;
+}
+
 static void add_micro_batch(struct schedule *schedule, const struct layout *layout, int m,
                             struct block *blocks, struct range (*ranges)[2]) {
     int last_stage = layout->pp - 1, at = -1;
@@ -269,6 +281,7 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
                                        .micro_batch = m};
             at = block_forward(schedule, &blocks[l], at);
         }
+        at = wait_for(schedule, layout, chunk, PASS_FORWARD, m, at);
         range->last = schedule->op_count;
     }
     int arrived = at;
@@ -283,6 +296,7 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
     for (int c = layout->chunks - 1; c >= 0; c--) {
         const struct chunk *chunk = &layout->chunk[c];
         ranges[c][1].first = c == layout->chunks - 1 ? gradient : schedule->op_count;
+        if (c < layout->chunks - 1) at = wait_for(schedule, layout, chunk, PASS_BACKWARD, m, at);
         for (int l = chunk->first_layer + chunk->layers - 1; l >= chunk->first_layer; l--)
             at = block_backward(schedule, &blocks[l], at);
         if (c == 0) {

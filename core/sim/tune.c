@@ -249,6 +249,7 @@ static void try_candidates(struct tuner *tuner, bool open) {
 
 static void search(struct tuner *tuner) {
     bool open = order_is_open(tuner);
+    qsort(tuner->candidates, (size_t)tuner->candidate_count, sizeof *tuner->candidates, by_bound);
     if (!open && tuner->candidate_count == 1 && tuner->state_count == 1) { /* nothing to choose */
         tuner->best_plan = tuner->candidates[0].plan;
         tuner->found = true;
@@ -299,8 +300,7 @@ bool tune_point(const struct system *system, const struct point *point, struct p
     if (possible) {
         list_states(&tuner);
         list_candidates(&tuner, layouts, layout_count);
-        qsort(tuner.candidates, (size_t)tuner.candidate_count, sizeof *tuner.candidates, by_bound);
-        search(&tuner);
+        if (tuner.candidate_count) search(&tuner);
         *feasible = tuner.found;
         *plan = tuner.found ? tuner.best_plan : (struct plan){.point = point};
     }
