@@ -131,7 +131,10 @@ static void check_finite_differences(struct model model) {
 
 static void finite_differences(void **state) {
     (void)state;
-    if (sizeof(floatX) < sizeof(double)) skip();
+    if (sizeof(floatX) < sizeof(double)) {
+        print_message("skip: finite differences need float64, which the double build has\n");
+        skip();
+    }
     check_finite_differences(tiny_qwen3());
     check_finite_differences(tiny_gptoss());
     check_finite_differences(tiny_deepseek());

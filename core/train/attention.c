@@ -179,8 +179,7 @@ static void mask_row(floatX *row, const struct attention_shape *shape, int posit
 
 /* One tile of keys for one row: the running maximum and sum, the row of scores turned into weights. Returns
    the factor that brings what was summed before to the new maximum. */
-static floatX softmax_row(floatX *row, int from, int to, int keys, floatX scale, floatX *most, floatX *sum) {
-    (void)keys;
+static floatX softmax_row(floatX *row, int from, int to, floatX scale, floatX *most, floatX *sum) {
     if (from == to) return 1;
     floatX now = largest(row + from, to - from) * scale;
     floatX next = now > *most ? now : *most;
@@ -219,7 +218,7 @@ static void forward_tile(void *context, int task) {
             int from, to;
             floatX *row = scores + (size_t)i * TILE_KEYS, *old = out + (size_t)i * out_stride;
             mask_row(row, shape, start + i, first, keys, &from, &to);
-            floatX factor = softmax_row(row, from, to, keys, scale, &most[i], &sum[i]);
+            floatX factor = softmax_row(row, from, to, scale, &most[i], &sum[i]);
             for (int d = 0; !fresh && factor != 1 && d < dim; d++) old[d] *= factor;
         }
         tile_product(false, false, queries, dim, keys, 1, scores, TILE_KEYS, v, in->v_stride, !fresh, out,
