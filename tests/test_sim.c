@@ -18,7 +18,7 @@ repository's root, whose cluster file lends its rates.
 #include <stdlib.h>
 #include <string.h>
 
-#define CASES 1000 /* manifests of the property test */
+#define CASES 3000 /* manifests of the property test */
 #define SEED 20250511
 #define EXACT 1e-9
 
@@ -467,10 +467,18 @@ static void check_memory(const struct outcome *outcome) {
     free(needs);
 }
 
+/* An activation that is kept for no time at all, between operations without duration, is on no timeline. */
+static bool has_duration_everywhere(const struct schedule *schedule) {
+    for (int op = 0; op < schedule->op_count; op++)
+        if (schedule->ops[op].duration == 0 && schedule->ops[op].layer >= 0) return false;
+    return true;
+}
+
 static void check_bound(const struct outcome *outcome) {
     struct bound bound = outcome->result.system->bound(&outcome->result.plan);
     assert_at_most(bound.seconds, outcome->result.step_time, "the bound of the step's time");
-    assert_at_most(bound.bytes, outcome->result.peak_memory, "the bound of its memory");
+    if (has_duration_everywhere(outcome->schedule))
+        assert_at_most(bound.bytes, outcome->result.peak_memory, "the bound of its memory");
 }
 
 static void swap_ints(int *a, int *b) {
