@@ -310,13 +310,25 @@ static bool is_below_axis(const char *path, const cJSON *sweep) {
     return false;
 }
 
+struct swept {
+    const char *path;
+    const cJSON *value;
+};
+
+static int depth_of(const char *path) {
+    int depth = 0;
+    for (; *path; path++) depth += *path == '.';
+    return depth;
+}
+
 /* Point number `index` of the product: the last axis changes fastest. */
 static void read_sweep_point(struct json document, cJSON *sweep, const struct override *overrides,
                              int override_count, int index, struct point *point) {
     cJSON *manifest = cJSON_Duplicate(document.node, true);
     cJSON_DeleteItemFromObjectCaseSensitive(manifest, "sweep");
     struct text label = {0};
-    int stride = 1;
+    int stride = 1, used = 0;
+    struct swept *swept = must_alloc((size_t)(sweep ? cJSON_GetArraySize(sweep) + 1 : 1) * sizeof *swept);
     for (cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next)
         stride *= cJSON_GetArraySize(axis);
     for (cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next) {
@@ -324,9 +336,16 @@ static void read_sweep_point(struct json document, cJSON *sweep, const struct ov
         stride /= count;
         cJSON *value = cJSON_GetArrayItem(axis, index / stride % count);
         add_to_label(&label, axis->string, value);
-        set_value(manifest, axis->string, cJSON_Duplicate(value, true), document.file, document.arena,
-                  document.errors);
+        /* Short paths first: a swept model must not replace what another axis sets in it. */
+        struct swept one = {axis->string, value};
+        int at = used++;
+        for (; at > 0 && depth_of(swept[at - 1].path) > depth_of(one.path); at--) swept[at] = swept[at - 1];
+        swept[at] = one;
     }
+    for (int i = 0; i < used; i++)
+        set_value(manifest, swept[i].path, cJSON_Duplicate(swept[i].value, true), document.file,
+                  document.arena, document.errors);
+    free(swept);
     for (int i = 0; i < override_count; i++)
         if (is_below_axis(overrides[i].path, sweep))
             apply_override(manifest, overrides[i], document.file, document.arena, document.errors);
