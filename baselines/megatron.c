@@ -25,8 +25,7 @@ stage stand next to each other, stage after stage.
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- who holds what --------------------------------------------------------------------------------------
- */
+/* ---- who holds what ---------------------------------------------------------------------------------- */
 
 struct chunk {
     int stage, first_layer, layers;
@@ -195,8 +194,7 @@ static int stage_shards(const struct layout *layout, int stage, struct shard sha
     return 2;
 }
 
-/* ---- the order of a stage --------------------------------------------------------------------------------
- */
+/* ---- the order of a stage ---------------------------------------------------------------------------- */
 
 /* Number k of a stage's forwards (or backwards): which chunk of the stage, which micro-batch. */
 static void unit(const struct layout *layout, int k, bool backward, int *v, int *micro_batch) {
@@ -238,8 +236,7 @@ static void order_stage(struct schedule *schedule, const struct layout *layout, 
     free(order);
 }
 
-/* ---- the schedule ----------------------------------------------------------------------------------------
- */
+/* ---- the schedule ------------------------------------------------------------------------------------ */
 
 static int send_on(struct schedule *schedule, const struct layout *layout, enum pass pass, int m, int from,
                    int to, int after) {
@@ -284,14 +281,8 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
         at = wait_for(schedule, layout, chunk, PASS_FORWARD, m, at);
         range->last = schedule->op_count;
     }
-    int arrived = at;
-    at = schedule_compute(schedule, KIND_HEAD, PASS_FORWARD, -1, m, last_stage, layout->head[0]);
-    schedule_after(schedule, arrived);
-    ranges[layout->chunks - 1][0].last = schedule->op_count;
-    int input = schedule_keep(schedule, last_stage, arrived, hidden);
-    int gradient = schedule_compute(schedule, KIND_HEAD, PASS_BACKWARD, -1, m, last_stage, layout->head[1]);
-    schedule_after(schedule, at);
-    schedule_release(schedule, input, gradient);
+    int gradient = plan_add_head(schedule, last_stage, m, at, layout->head, hidden);
+    ranges[layout->chunks - 1][0].last = gradient;
     at = gradient;
     for (int c = layout->chunks - 1; c >= 0; c--) {
         const struct chunk *chunk = &layout->chunk[c];
@@ -349,8 +340,7 @@ static struct schedule *build(const struct plan *plan) {
     return schedule;
 }
 
-/* ---- planning --------------------------------------------------------------------------------------------
- */
+/* ---- planning ---------------------------------------------------------------------------------------- */
 
 static bool size(struct plan *plan, struct errors *errors) {
     const struct point *point = plan->point;

@@ -291,8 +291,7 @@ static void noise_by_token(void **state) {
     free(all), free(part), free(noise);
 }
 
-/* ---- activations: vectorised exponential and both backward forms ----------------------------------------
- */
+/* ---- activations: vectorised exponential and both backward forms ------------------------------------- */
 
 static double activation_value(double gate, double up, enum activation_function kind) {
     if (kind == ACTIVATION_SWIGLU) return gate / (1 + exp(-gate)) * up;
@@ -368,8 +367,7 @@ static void head_in_chunks(void **state) {
     workers_free(context.workers);
 }
 
-/* ---- blocks, put together as a distributed run does, against the reference --------------------------------
- */
+/* ---- blocks, put together as a distributed run does, against the reference --------------------------- */
 
 enum { SEQUENCES = 3, SEQ_LEN = 9, RANKS = 2 };
 
@@ -671,8 +669,7 @@ static void optimizer(void **state) {
     free(a), free(b), free(g), free(m32), free(v32), free(m16), free(v16), free(start);
 }
 
-/* ---- parameters, data, safetensors -----------------------------------------------------------------------
- */
+/* ---- parameters, data, safetensors ------------------------------------------------------------------- */
 
 static bool keep_second_half(void *context, const struct parameter *p) {
     (void)context;

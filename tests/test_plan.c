@@ -24,7 +24,7 @@ repository's root, whose experiments are read.
 #define EXACT 1e-12
 #define HERE "experiments/test.json" /* the manifest that texts stand for */
 
-/* ---- help ---------------------------------------------------------------------------------------------- */
+/* ---- help -------------------------------------------------------------------------------------------- */
 
 static int sampled(int count) {
     const char *sample = getenv("DISAGMOE_SAMPLE");
@@ -128,7 +128,7 @@ static void assert_good(const struct reading *reading) {
     if (!reading->good) fail_msg("unexpected: %s", reading->errors.messages[0]);
 }
 
-/* ---- what is wrong is named ---------------------------------------------------------------------------- */
+/* ---- what is wrong is named -------------------------------------------------------------------------- */
 
 /* The key that is named, what was found and what is allowed. */
 struct mistake {
@@ -287,7 +287,7 @@ static void test_told_once(void **state) {
     reading_free(&reading);
 }
 
-/* ---- defaults and auto --------------------------------------------------------------------------------- */
+/* ---- defaults and auto ------------------------------------------------------------------------------- */
 
 static void test_defaults(void **state) {
     (void)state;
@@ -390,7 +390,7 @@ static void test_given_parts(void **state) {
     reading_free(&reading);
 }
 
-/* ---- sweeps -------------------------------------------------------------------------------------------- */
+/* ---- sweeps ------------------------------------------------------------------------------------------ */
 
 static void test_sweep(void **state) {
     (void)state;
@@ -452,7 +452,7 @@ static void test_sweep_too_large(void **state) {
     free(sweep.text);
 }
 
-/* ---- overrides ----------------------------------------------------------------------------------------- */
+/* ---- overrides --------------------------------------------------------------------------------------- */
 
 static struct reading read_speedup(const struct override *overrides, int count) {
     struct reading reading = {0};
@@ -528,7 +528,7 @@ static void test_wrong_overrides(void **state) {
     }
 }
 
-/* ---- routing ------------------------------------------------------------------------------------------- */
+/* ---- routing ----------------------------------------------------------------------------------------- */
 
 static void test_zipf(void **state) {
     (void)state;
@@ -585,7 +585,7 @@ static void test_counts(void **state) {
     }
 }
 
-/* ---- no manifests -------------------------------------------------------------------------------------- */
+/* ---- no manifests ------------------------------------------------------------------------------------ */
 
 static void assert_refused(const char *text, size_t length, const char *says_what) {
     char file[] = "/tmp/disagmoe-test-plan-XXXXXX";
@@ -654,7 +654,7 @@ static void test_deeply_nested(void **state) {
     free(text.text);
 }
 
-/* ---- random damage ------------------------------------------------------------------------------------- */
+/* ---- random damage ----------------------------------------------------------------------------------- */
 
 /* The manifest of the speedup table with one model and cluster written out: the damage reaches every reader.
  */
@@ -791,7 +791,7 @@ static void test_random_damage(void **state) {
     assert_true(taken < count);
 }
 
-/* ---- the committed manifests --------------------------------------------------------------------------- */
+/* ---- the committed manifests ------------------------------------------------------------------------- */
 
 static void test_committed(void **state) {
     (void)state;

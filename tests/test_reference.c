@@ -141,7 +141,7 @@ static void finite_differences(void **state) {
     check_finite_differences(tiny_noisy());
 }
 
-/* ---- golden values ------------------------------------------------------------------------------------- */
+/* ---- golden values ----------------------------------------------------------------------------------- */
 
 #ifdef FLOATX_DOUBLE
 static const double LOGIT_TOLERANCE = 1e-12, GRADIENT_TOLERANCE = 1e-12;
@@ -270,8 +270,7 @@ static void golden_values(void **state) {
         }
 }
 
-/* ---- whole steps ----------------------------------------------------------------------------------------
- */
+/* ---- whole steps ------------------------------------------------------------------------------------- */
 
 /* The same batch worked through 1, 2 or 3 sequences at a time, on 1 or 3 threads. */
 static void cut_does_not_matter(void **state) {

@@ -22,7 +22,7 @@ DISAGMOE_SAMPLE=N divides the number of random schedules, for slow runs (valgrin
 #define CASES 2000
 #define SEED 20240607
 
-/* ---- help ---------------------------------------------------------------------------------------------- */
+/* ---- help -------------------------------------------------------------------------------------------- */
 
 static int cases_to_run(void) {
     const char *sample = getenv("DISAGMOE_SAMPLE");
@@ -119,7 +119,7 @@ static void small_free(struct small *small) {
     schedule_free(small->schedule);
 }
 
-/* ---- builder ------------------------------------------------------------------------------------------- */
+/* ---- builder ----------------------------------------------------------------------------------------- */
 
 static void test_builder(void **state) {
     (void)state;
@@ -197,7 +197,7 @@ static void test_builder_errors(void **state) {
 }
 #endif
 
-/* ---- list-scheduler ------------------------------------------------------------------------------------ */
+/* ---- list-scheduler ---------------------------------------------------------------------------------- */
 
 /* One micro-batch: one chain. */
 static void test_arrange_chain(void **state) {
@@ -327,7 +327,7 @@ static void test_arrange_nothing(void **state) {
     schedule_free(s);
 }
 
-/* ---- validator ----------------------------------------------------------------------------------------- */
+/* ---- validator --------------------------------------------------------------------------------------- */
 
 static void test_swapped_transfers(void **state) {
     (void)state;
@@ -481,7 +481,7 @@ static void test_many_faults(void **state) {
     schedule_free(s);
 }
 
-/* ---- memory -------------------------------------------------------------------------------------------- */
+/* ---- memory ------------------------------------------------------------------------------------------ */
 
 static void test_memory(void **state) {
     (void)state;
@@ -525,7 +525,7 @@ static void test_memory_ties(void **state) {
     schedule_free(s);
 }
 
-/* ---- showing ------------------------------------------------------------------------------------------- */
+/* ---- showing ----------------------------------------------------------------------------------------- */
 
 /* What `write` prints, from a memory stream. */
 static char *drawn(const struct small *small, int columns) {
@@ -732,7 +732,7 @@ static void test_trace(void **state) {
     small_free(&small);
 }
 
-/* ---- random schedules ---------------------------------------------------------------------------------- */
+/* ---- random schedules -------------------------------------------------------------------------------- */
 
 #define MOST_OPS 288 /* what sample_new can make */
 

@@ -22,7 +22,7 @@ repository's root, whose cluster file lends its rates.
 #define SEED 20250511
 #define EXACT 1e-9
 
-/* ---- help ---------------------------------------------------------------------------------------------- */
+/* ---- help -------------------------------------------------------------------------------------------- */
 
 static int sampled(int count) {
     const char *sample = getenv("DISAGMOE_SAMPLE");
@@ -121,7 +121,7 @@ static void outcome_free(struct outcome *outcome) {
     timeline_free(&outcome->timeline);
 }
 
-/* ---- closed forms of 1F1B ------------------------------------------------------------------------------ */
+/* ---- closed forms of 1F1B ---------------------------------------------------------------------------- */
 
 #define FORWARD_LAYER (0.3 + 0.7)            /* seconds of a layer */
 #define BACKWARD_LAYER (0.5 + 0.25 + 1 + .5) /* input and weight halves of both components */
@@ -178,7 +178,7 @@ static void test_one_stage(void **state) {
     experiment_free(&experiment);
 }
 
-/* ---- 1F1B with unequal stages -------------------------------------------------------------------------- */
+/* ---- 1F1B with unequal stages ------------------------------------------------------------------------ */
 
 #define MAX_STAGES 8
 #define MAX_MICRO_BATCHES 32
@@ -254,7 +254,7 @@ static void test_unequal_stages(void **state) {
     assert_near(textbook_1f1b((double[]){1, 2}, (double[]){1, 2}, 2, 2), 1 + 2 * 4 + 1, EXACT);
 }
 
-/* ---- DisagMoE under the ratios of section 3 ------------------------------------------------------------ */
+/* ---- DisagMoE under the ratios of section 3 ---------------------------------------------------------- */
 
 static double best_efficiency(int seq_len, double f) {
     static const char *const orders[] = {"{\"wave\":16,\"waves_in_flight\":4,\"prefer\":\"backward\"}",
@@ -290,7 +290,7 @@ static void test_disagmoe_efficiency(void **state) {
                  at_4k, at_16k, at_32k);
 }
 
-/* ---- random manifests ---------------------------------------------------------------------------------- */
+/* ---- random manifests -------------------------------------------------------------------------------- */
 
 static int between(struct rng *rng, int low, int high) {
     return low + rng_below(rng, high - low + 1);
@@ -413,7 +413,7 @@ static char *random_manifest(struct rng *rng) {
     return text.text;
 }
 
-/* ---- what holds for every plan ------------------------------------------------------------------------- */
+/* ---- what holds for every plan ----------------------------------------------------------------------- */
 
 static void check_times(const struct outcome *outcome) {
     const struct schedule *schedule = outcome->schedule;
@@ -586,7 +586,7 @@ static void test_random_manifests(void **state) {
     assert_true(tally.swapped >= tally.run / 2);
 }
 
-/* ---- memory levers ------------------------------------------------------------------------------------- */
+/* ---- memory levers ----------------------------------------------------------------------------------- */
 
 /* One lever on top of the fixed defaults, and the resource whose peak it promises to lower. */
 struct lever {
@@ -678,7 +678,7 @@ static void test_static_bytes(void **state) {
                 }
 }
 
-/* ---- sizes --------------------------------------------------------------------------------------------- */
+/* ---- sizes ------------------------------------------------------------------------------------------- */
 
 static void check_size(int global_batch, int micro_batch_size, int gpus_of_replica, int attention_gpus) {
     struct experiment experiment =
@@ -717,7 +717,7 @@ static void test_plan_size(void **state) {
     experiment_free(&experiment);
 }
 
-/* ---- the tuner ----------------------------------------------------------------------------------------- */
+/* ---- the tuner --------------------------------------------------------------------------------------- */
 
 static char *tuned_record(const struct point *point, const char *system) {
     struct outcome outcome = simulate(point, system);
@@ -817,7 +817,7 @@ static void test_nothing_fits(void **state) {
     experiment_free(&experiment);
 }
 
-/* ---- speedups ------------------------------------------------------------------------------------------ */
+/* ---- speedups ---------------------------------------------------------------------------------------- */
 
 static void test_speedups(void **state) {
     (void)state;

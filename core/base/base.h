@@ -144,7 +144,7 @@ double rng_uniform(struct rng *rng);       /* [0, 1) */
 int rng_below(struct rng *rng, int bound); /* 0 … bound − 1, unbiased; bound ≥ 1 */
 double rng_normal(struct rng *rng);        /* mean 0, deviation 1 (Box–Muller) */
 
-/* ---- parallel loop, progress, time --------------------------------------------------------------------- */
+/* ---- parallel loop, progress, time ------------------------------------------------------------------- */
 
 /* Calls task(context, i) for i = 0 … count − 1 on jobs threads; each i once, in any order. jobs ≤ 1: in order
    on the calling thread. Stops handing out new i when *stop becomes non-zero (may be NULL). */

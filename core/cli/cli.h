@@ -20,8 +20,7 @@ struct verb {
 
 extern const struct verb verb_sim, verb_schedule, verb_check, verb_import, verb_systems, verb_bench;
 
-/* ---- options ---------------------------------------------------------------------------------------------
- */
+/* ---- options ----------------------------------------------------------------------------------------- */
 
 #define MAX_OVERRIDES 64
 
@@ -59,8 +58,7 @@ void add_point_errors(const struct options *options, const struct point *point, 
 extern volatile int interrupted;
 void catch_interrupt(void);
 
-/* ---- tables ----------------------------------------------------------------------------------------------
- */
+/* ---- tables ------------------------------------------------------------------------------------------ */
 
 /* "4K" for 4096, else digits. */
 const char *sequence_text(int seq_len, char *buffer, size_t size);

@@ -38,8 +38,7 @@ const char *scaled_text(double value, char *buffer, size_t size) {
     return buffer;
 }
 
-/* ---- records ---------------------------------------------------------------------------------------------
- */
+/* ---- records ----------------------------------------------------------------------------------------- */
 
 /* "ep16 pp8 v2" or "4x(20+12)", and the replicas. */
 static const char *layout_text(const struct plan *plan, char *buffer, size_t size) {
@@ -77,8 +76,7 @@ static void print_records(const struct result *results, int count, FILE *stream)
             "eff.: busy time of the busiest compute lane / step time. GB: peak of the fullest GPU.\n");
 }
 
-/* ---- speedups --------------------------------------------------------------------------------------------
- */
+/* ---- speedups ---------------------------------------------------------------------------------------- */
 
 struct range {
     double low, high;
@@ -183,8 +181,7 @@ void print_report(const struct experiment *experiment, const struct result *resu
     print_speedups(results, count, published, stream);
 }
 
-/* ---- explanation -----------------------------------------------------------------------------------------
- */
+/* ---- explanation ------------------------------------------------------------------------------------- */
 
 enum factor {
     FACTOR_IDEAL,
@@ -257,8 +254,7 @@ void print_explanation(const struct result *results, int count, FILE *stream) {
             "GPU or step end at all, against this baseline; above it only a slower baseline could lead.\n");
 }
 
-/* ---- trend -----------------------------------------------------------------------------------------------
- */
+/* ---- trend ------------------------------------------------------------------------------------------- */
 
 void print_trend(const struct experiment *experiment, const char *published, FILE *stream) {
     struct range paper;

@@ -37,8 +37,7 @@ struct ring {
     struct arena *arena;
 };
 
-/* ---- placement -------------------------------------------------------------------------------------------
- */
+/* ---- placement --------------------------------------------------------------------------------------- */
 
 static int replica_gpus(const struct parallel *parallel) {
     return parallel->groups * (parallel->attn_gpus + parallel->ffn_gpus);
@@ -177,8 +176,7 @@ static int ffn_shards(const struct ring *ring, int g, struct shard shards[2]) {
     return 2;
 }
 
-/* ---- the schedule ----------------------------------------------------------------------------------------
- */
+/* ---- the schedule ------------------------------------------------------------------------------------ */
 
 /* Which of two ready operations goes first: smaller does. */
 static int64_t urgency(const struct ring *ring, int micro_batch, bool backward, int layer) {
@@ -212,16 +210,10 @@ static int add_micro_batch(struct schedule *schedule, const struct ring *ring, i
         at = block_forward(schedule, &blocks[l], at);
         set_urgency(schedule, blocks[l].forward_first, blocks[l].forward_last, urgency(ring, m, false, l));
     }
-    int arrived = at;
-    at = schedule_compute(schedule, KIND_HEAD, PASS_FORWARD, -1, m, last_ffn, ring->head[0]);
-    schedule_after(schedule, arrived);
-    schedule_priority(schedule, urgency(ring, m, false, ring->layers - 1));
-    int gradient = schedule_compute(schedule, KIND_HEAD, PASS_BACKWARD, -1, m, last_ffn, ring->head[1]);
-    schedule_after(schedule, at);
-    schedule_priority(schedule, urgency(ring, m, true, ring->layers - 1));
-    int input = schedule_keep(schedule, last_ffn, arrived, ring->memory[0].layer_input * ring->m / ring->n);
-    schedule_release(schedule, input, gradient);
-    at = gradient;
+    double hidden = ring->memory[0].layer_input * ring->m / ring->n;
+    at = plan_add_head(schedule, last_ffn, m, at, ring->head, hidden);
+    set_urgency(schedule, at - 1, at, urgency(ring, m, false, ring->layers - 1));
+    set_urgency(schedule, at, at + 1, urgency(ring, m, true, ring->layers - 1));
     for (int l = ring->layers - 1; l >= 0; l--) {
         at = block_backward(schedule, &blocks[l], at);
         set_urgency(schedule, blocks[l].backward_first, blocks[l].backward_last, urgency(ring, m, true, l));
@@ -288,8 +280,7 @@ static struct schedule *build(const struct plan *plan) {
     return schedule;
 }
 
-/* ---- planning --------------------------------------------------------------------------------------------
- */
+/* ---- planning ---------------------------------------------------------------------------------------- */
 
 static bool size(struct plan *plan, struct errors *errors) {
     const struct point *point = plan->point;

@@ -178,6 +178,16 @@ int block_backward(struct schedule *schedule, struct block *block, int gradient)
     return attention;
 }
 
+int plan_add_head(struct schedule *schedule, int group, int micro_batch, int arrived, const double seconds[2],
+                  double input_bytes) {
+    int forward = schedule_compute(schedule, KIND_HEAD, PASS_FORWARD, -1, micro_batch, group, seconds[0]);
+    schedule_after(schedule, arrived);
+    int backward = schedule_compute(schedule, KIND_HEAD, PASS_BACKWARD, -1, micro_batch, group, seconds[1]);
+    schedule_after(schedule, forward);
+    keep_until(schedule, group, arrived, backward, input_bytes);
+    return backward;
+}
+
 void plan_add_step_end(struct schedule *schedule, int group, struct step_end end, const int *after,
                        int count) {
     int ready = -1;

@@ -27,7 +27,7 @@ static double tokens_per_gpu(const struct plan *plan) {
     return (double)plan->point->micro_batch_size * plan->point->seq_len;
 }
 
-/* ---- routing ------------------------------------------------------------------------------------------- */
+/* ---- routing ----------------------------------------------------------------------------------------- */
 
 /* Experts in order, the first (experts mod gpus) GPUs holding one more. */
 static int first_expert(int experts, int gpus, int gpu) {
@@ -64,7 +64,7 @@ double plan_imbalance(const struct plan *plan, int gpus, double *experts) {
     return busiest_share(plan, gpus, experts) * gpus;
 }
 
-/* ---- layers -------------------------------------------------------------------------------------------- */
+/* ---- layers ------------------------------------------------------------------------------------------ */
 
 /* Copies that the busiest feed-forward GPU computes for one micro-batch of a layer. */
 static double busiest_copies(const struct plan *plan, int layer, int attention_count, int ffn_count,
@@ -192,7 +192,7 @@ double plan_head_cost(const struct plan *plan, enum pass pass, double tokens, do
     return end_cost(plan, pass, tokens, slowest, true);
 }
 
-/* ---- parameters, gradients, optimizer ------------------------------------------------------------------ */
+/* ---- parameters, gradients, optimizer ---------------------------------------------------------------- */
 
 static double gradient_bytes(const struct plan *plan) {
     return plan->memory.grads == PRECISION_BF16 ? 2 : 4;
@@ -244,7 +244,7 @@ struct step_end plan_step_end(const struct plan *plan, const struct shard *shard
     return end;
 }
 
-/* ---- activations --------------------------------------------------------------------------------------- */
+/* ---- activations ------------------------------------------------------------------------------------- */
 
 struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int attention_count,
                                       int ffn_count) {
@@ -265,7 +265,7 @@ struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int at
     };
 }
 
-/* ---- sizes --------------------------------------------------------------------------------------------- */
+/* ---- sizes ------------------------------------------------------------------------------------------- */
 
 void plan_resize(struct plan *plan, int replicas, int replica_gpus, int attention_gpus) {
     const struct point *point = plan->point;

@@ -14,7 +14,7 @@ it.
 
 #define MAX_POINTS 100000
 
-/* ---- parts that may be "auto" -------------------------------------------------------------------------- */
+/* ---- parts that may be "auto" ------------------------------------------------------------------------ */
 
 static bool is_auto(struct json value) {
     return cJSON_IsString(value.node) && strcmp(value.node->valuestring, "auto") == 0;
@@ -85,7 +85,7 @@ static struct cost_table *read_costs(struct json value) {
     return table;
 }
 
-/* ---- routing ------------------------------------------------------------------------------------------- */
+/* ---- routing ----------------------------------------------------------------------------------------- */
 
 static void normalise(double *share, int count) {
     double sum = 0;
@@ -136,7 +136,7 @@ static void read_routing(struct json value, const char *manifest, int experts, s
     normalise(routing->share, experts);
 }
 
-/* ---- one point ----------------------------------------------------------------------------------------- */
+/* ---- one point --------------------------------------------------------------------------------------- */
 
 struct raw_point {
     struct point point;
@@ -234,7 +234,7 @@ static bool read_point(struct json manifest, const char *label, struct point *po
     return manifest.errors->count == before;
 }
 
-/* ---- documents ----------------------------------------------------------------------------------------- */
+/* ---- documents --------------------------------------------------------------------------------------- */
 
 /* Puts the file's object where a path stands. The reader of a model or cluster sees the object alone. */
 static void load_in_place(cJSON *manifest, const char *key, const char *file, struct arena *arena,

@@ -18,7 +18,7 @@ both.
 #include "model/model.h"
 #include "schedule/schedule.h"
 
-/* ---- choices ------------------------------------------------------------------------------------------- */
+/* ---- choices ----------------------------------------------------------------------------------------- */
 
 /* A value of 0 is still to be chosen ("auto"). */
 struct parallel {
@@ -62,8 +62,7 @@ struct routing {
     double *share;
 };
 
-/* ---- points ----------------------------------------------------------------------------------------------
- */
+/* ---- points ------------------------------------------------------------------------------------------ */
 
 struct point {
     const char *name; /* of the manifest */
@@ -103,8 +102,7 @@ bool experiment_read_text(const char *text, const char *file, struct experiment 
                           struct errors *errors);
 void experiment_free(struct experiment *experiment);
 
-/* ---- plans -----------------------------------------------------------------------------------------------
- */
+/* ---- plans ------------------------------------------------------------------------------------------- */
 
 struct plan {
     const struct point *point;
@@ -180,8 +178,7 @@ struct layer_memory {
 };
 struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int attention_count, int ffn_count);
 
-/* ---- blocks ----------------------------------------------------------------------------------------------
- */
+/* ---- blocks ------------------------------------------------------------------------------------------ */
 
 /* The worker groups (of a schedule) that run one layer: equal in a pipelined system. */
 struct place {
@@ -208,13 +205,18 @@ int block_forward(struct schedule *schedule, struct block *block, int input);
    Returns the operation that puts the input's gradient on the attention group. */
 int block_backward(struct schedule *schedule, struct block *block, int gradient);
 
+/* Head and loss of a micro-batch on `group` behind `arrived`: the forward operation and, next to it, the
+   backward one, whose id is returned. seconds: forward, backward. input_bytes: the final hidden state on each
+   GPU. */
+int plan_add_head(struct schedule *schedule, int group, int micro_batch, int arrived, const double seconds[2],
+                  double input_bytes);
+
 /* The step's end of a group: gradient reduction behind `after` (count operations), optimizer, parameter
  * gathering. */
 void plan_add_step_end(struct schedule *schedule, int group, struct step_end end, const int *after,
                        int count);
 
-/* ---- systems ---------------------------------------------------------------------------------------------
- */
+/* ---- systems ----------------------------------------------------------------------------------------- */
 
 enum executor { EXECUTOR_SIMULATOR = 1, EXECUTOR_CPU = 2, EXECUTOR_CUDA = 4, EXECUTOR_EMULATION = 8 };
 

@@ -154,7 +154,7 @@ bool schedule_replay(struct schedule *schedule, struct timeline *timeline);
    faults are added; true when none. */
 bool schedule_validate(const struct schedule *schedule, struct errors *errors);
 
-/* ---- reading off --------------------------------------------------------------------------------------- */
+/* ---- reading off ------------------------------------------------------------------------------------- */
 
 /* Peak bytes on a GPU of each group over the step, static bytes included; peaks has group_count entries. */
 void schedule_memory_peaks(const struct schedule *schedule, const struct timeline *timeline, double *peaks);
@@ -172,7 +172,7 @@ double schedule_critical_path(const struct schedule *schedule);
 
 const char *operation_label(const struct schedule *schedule, int op, char *buffer, size_t size);
 
-/* ---- showing ------------------------------------------------------------------------------------------- */
+/* ---- showing ----------------------------------------------------------------------------------------- */
 
 /* The object of design.md: {"makespan_s", "lanes", "ops"}. */
 void schedule_write_json(const struct schedule *schedule, const struct timeline *timeline, FILE *stream);

@@ -26,7 +26,7 @@ const char *operation_label(const struct schedule *schedule, int op, char *buffe
     return buffer;
 }
 
-/* ---- JSON ---------------------------------------------------------------------------------------------- */
+/* ---- JSON -------------------------------------------------------------------------------------------- */
 
 static void write_ints(FILE *stream, const int *values, int count) {
     putc('[', stream);
@@ -80,7 +80,7 @@ void schedule_write_json(const struct schedule *schedule, const struct timeline 
     fputs("]}\n", stream);
 }
 
-/* ---- drawing ------------------------------------------------------------------------------------------- */
+/* ---- drawing ----------------------------------------------------------------------------------------- */
 
 struct drawing {
     const struct schedule *schedule;

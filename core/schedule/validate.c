@@ -43,7 +43,7 @@ static const char *lane_name(const struct schedule *schedule, int lane, char *bu
 }
 #define LANE(check, lane) lane_name((check)->schedule, lane, (char[LABEL_SIZE]){0}, LABEL_SIZE)
 
-/* ---- numbers ------------------------------------------------------------------------------------------- */
+/* ---- numbers ----------------------------------------------------------------------------------------- */
 
 static bool within(int value, int low, int bound) {
     return value >= low && value < bound;
@@ -118,7 +118,7 @@ static void check_activation_numbers(struct check *check) {
     }
 }
 
-/* ---- orders -------------------------------------------------------------------------------------------- */
+/* ---- orders ------------------------------------------------------------------------------------------ */
 
 static int slot_of(const struct operation *it, int lane) {
     for (int slot = 0; slot < it->lane_count; slot++)
@@ -181,7 +181,7 @@ static void check_missing(struct check *check, bool acyclic) {
         }
 }
 
-/* ---- coverage ------------------------------------------------------------------------------------------ */
+/* ---- coverage ---------------------------------------------------------------------------------------- */
 
 /* One (component, layer, micro-batch, pass): which of its chunks are there. */
 struct cell {
@@ -252,7 +252,7 @@ static void check_coverage(struct check *check) {
     free(cells);
 }
 
-/* ---- cycles -------------------------------------------------------------------------------------------- */
+/* ---- cycles ------------------------------------------------------------------------------------------ */
 
 static int edges_into(const struct check *check, int op) {
     return check->schedule->ops[op].lane_count + check->schedule->ops[op].dep_count;
@@ -379,7 +379,7 @@ static bool check_cycles(struct check *check) {
     return length == 0;
 }
 
-/* ---- activations --------------------------------------------------------------------------------------- */
+/* ---- activations ------------------------------------------------------------------------------------- */
 
 struct clocks {
     const struct check *check;
@@ -448,7 +448,7 @@ static void check_activations(struct check *check) {
     free(clocks.clock_of);
 }
 
-/* ---- all of it ----------------------------------------------------------------------------------------- */
+/* ---- all of it --------------------------------------------------------------------------------------- */
 
 bool schedule_validate(const struct schedule *schedule, struct errors *errors) {
     struct check check = {.schedule = schedule, .errors = errors};

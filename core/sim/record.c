@@ -105,8 +105,7 @@ cJSON *result_json(const struct result *result) {
     return object;
 }
 
-/* ---- CSV -------------------------------------------------------------------------------------------------
- */
+/* ---- CSV --------------------------------------------------------------------------------------------- */
 
 static void csv_text(const char *text, FILE *stream) {
     bool quote = strpbrk(text, ",\"\n") != NULL;

@@ -44,8 +44,7 @@ struct tuner {
     bool found;
 };
 
-/* ---- the space -------------------------------------------------------------------------------------------
- */
+/* ---- the space --------------------------------------------------------------------------------------- */
 
 static void list_states(struct tuner *tuner) {
     struct memory given = tuner->point->memory;
@@ -119,8 +118,7 @@ static bool in_flight_is_useful(const struct plan *plan, size_t choice) {
     return choice + 1 == COUNT(in_flight_choices) || in_flight_choices[choice + 1] < plan->micro_batches;
 }
 
-/* ---- trying ----------------------------------------------------------------------------------------------
- */
+/* ---- trying ------------------------------------------------------------------------------------------ */
 
 /* The state that ends the step soonest among those that fit beside each group's activations (NULL: all fit);
    false when none does. The least intrusive of equals. */
@@ -265,8 +263,7 @@ static void search(struct tuner *tuner) {
             refine_order(tuner, tuner->candidates[i].plan);
 }
 
-/* ---- the point -------------------------------------------------------------------------------------------
- */
+/* ---- the point --------------------------------------------------------------------------------------- */
 
 /* A layout that the point gives whole is reported when it is impossible; a searched one is passed over. */
 static bool report_impossible(const struct tuner *tuner, const struct parallel *layouts, int count,

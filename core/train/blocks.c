@@ -87,7 +87,7 @@ struct attention_pending attention_pending_place(const struct model *model, int 
     return place_attention_pending(model, layer, tokens, &(struct placement){memory, 0});
 }
 
-/* ---- attention block, forward -------------------------------------------------------------------------- */
+/* ---- attention block, forward ------------------------------------------------------------------------ */
 
 static struct attention_shape shape_of(const struct attention_block *block,
                                        const struct attention_part *part) {
@@ -163,7 +163,7 @@ void attention_block_forward(struct context *context, const struct attention_blo
     if (model_layer_is_moe(model, block->layer)) route_block_forward(context, block, part, kept);
 }
 
-/* ---- attention block, backward ------------------------------------------------------------------------- */
+/* ---- attention block, backward ----------------------------------------------------------------------- */
 
 /* pending->dmiddle += through the router */
 static void route_block_backward_input(struct context *context, const struct attention_block *block,
@@ -238,7 +238,7 @@ void attention_block_backward_weight(struct context *context, const struct atten
     scratch_release(context, mark);
 }
 
-/* ---- expert block: placing ----------------------------------------------------------------------------- */
+/* ---- expert block: placing --------------------------------------------------------------------------- */
 
 static int shared_width(const struct model *model, int layer) {
     return model_layer_is_moe(model, layer) ? model->moe.shared_experts * model->moe.expert_hidden
@@ -312,7 +312,7 @@ struct expert_tensors expert_tensors(struct arena *arena, const struct parameter
     return tensors;
 }
 
-/* ---- expert block: helpers ----------------------------------------------------------------------------- */
+/* ---- expert block: helpers --------------------------------------------------------------------------- */
 
 static int routed_rows(const struct expert_block *block, const struct expert_part *part) {
     int routed = 0;
@@ -356,7 +356,7 @@ static void add_to_firsts(const struct expert_part *part, int hidden, floatX *to
     }
 }
 
-/* ---- expert block, forward ----------------------------------------------------------------------------- */
+/* ---- expert block, forward --------------------------------------------------------------------------- */
 
 /* output (rows, H) = weight · expert(normed) where there is an expert, plus the residual of first copies */
 static void weigh_output(const struct expert_part *part, int routed, int hidden, floatX *output,
@@ -407,7 +407,7 @@ void expert_block_forward(struct context *context, const struct expert_block *bl
     scratch_release(context, normed);
 }
 
-/* ---- expert block, backward ---------------------------------------------------------------------------- */
+/* ---- expert block, backward -------------------------------------------------------------------------- */
 
 /* The output of the activations: kept, or made anew in pending, before gate_up is overwritten by its
  * gradient. */
@@ -508,7 +508,7 @@ void expert_block_backward_weight(struct context *context, const struct expert_b
     scratch_release(context, normed);
 }
 
-/* ---- head ---------------------------------------------------------------------------------------------- */
+/* ---- head -------------------------------------------------------------------------------------------- */
 
 double head_block_forward(struct context *context, const struct head_block *block, floatX *lse,
                           const floatX *input, const int *targets, int tokens) {

@@ -189,7 +189,7 @@ static void router_backward(const struct part *part, int layer, floatX *dnormed,
     scratch_release(context, dlogits);
 }
 
-/* ---- moving rows between token order and expert order -------------------------------------------------- */
+/* ---- moving rows between token order and expert order ------------------------------------------------ */
 
 enum { ROWS_A_TASK = 32 };
 struct movement {
@@ -333,7 +333,7 @@ static void experts_backward(const struct part *part, int layer, floatX *dnormed
     scratch_release(context, drows);
 }
 
-/* ---- shared experts, dense FFN ------------------------------------------------------------------------- */
+/* ---- shared experts, dense FFN ----------------------------------------------------------------------- */
 
 /* output (T, H) += SwiGLU(ffn_normed) */
 static void shared_forward(const struct part *part, int layer, floatX *output) {
@@ -374,7 +374,7 @@ static void shared_backward(const struct part *part, int layer, floatX *dnormed,
     scratch_release(context, dact);
 }
 
-/* ---- one layer ----------------------------------------------------------------------------------------- */
+/* ---- one layer --------------------------------------------------------------------------------------- */
 
 /* output (T, H): the next layer's input */
 static void layer_forward(const struct part *part, int layer, floatX *output) {
@@ -411,7 +411,7 @@ static void layer_backward(const struct part *part, int layer, floatX *d) {
     attention_layer_backward(part, layer, d);
 }
 
-/* ---- a few sequences ----------------------------------------------------------------------------------- */
+/* ---- a few sequences --------------------------------------------------------------------------------- */
 
 static floatX *layer_output(const struct part *part, int layer) {
     return layer + 1 < part->model->layers ? part->memory->kept[layer + 1].input : part->memory->output;
@@ -467,7 +467,7 @@ static double part_backward(const struct part *part, const int *inputs, const in
     return loss;
 }
 
-/* ---- a batch ------------------------------------------------------------------------------------------- */
+/* ---- a batch ----------------------------------------------------------------------------------------- */
 
 /* Splits (sequences, S + 1) tokens into inputs and targets of S each. */
 static void split_tokens(const int *tokens, int sequences, int seq_len, int *inputs, int *targets) {
@@ -553,7 +553,7 @@ struct step_losses reference_step(struct reference *reference, const struct batc
     return losses;
 }
 
-/* ---- making it ----------------------------------------------------------------------------------------- */
+/* ---- making it --------------------------------------------------------------------------------------- */
 
 static floatX *floats(struct arena *arena, size_t rows, size_t columns) {
     return arena_alloc(arena, rows * columns * sizeof(floatX) + 1);
