@@ -270,11 +270,12 @@ static bool report_impossible(const struct tuner *tuner, const struct parallel *
                               struct errors *errors) {
     int before = errors->count;
     if (count == 1) {
+        /* Mixed nodes take every layout that the cluster has GPUs for. */
         struct plan plan = {.point = tuner->point,
                             .parallel = layouts[0],
                             .memory = tuner->point->memory,
-                            .placement = tuner->point->placement,
                             .order = tuner->point->order};
+        plan.placement = tuner->point->auto_placement ? PLACEMENT_MIXED : tuner->point->placement;
         tuner->system->size(&plan, errors);
     } else if (count == 0) {
         errors_add(errors, NULL, "parallel",
