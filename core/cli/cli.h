@@ -60,11 +60,6 @@ void catch_interrupt(void);
 
 /* ---- tables ------------------------------------------------------------------------------------------ */
 
-/* "4K" for 4096, else digits. */
-const char *sequence_text(int seq_len, char *buffer, size_t size);
-/* Three significant digits with a unit prefix: "812 G". */
-const char *scaled_text(double value, char *buffer, size_t size);
-
 /* The records as a table, and where megatron stands beside another system the speedups next to the paper's
    figures, which are read from `published` (NULL: none). Rows of one point follow each other. */
 void print_report(const struct experiment *experiment, const struct result *results, int count,

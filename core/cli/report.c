@@ -18,7 +18,8 @@ worker's computation. The speedup of two systems is the quotient of the same pro
 #include <math.h>
 #include <string.h>
 
-const char *sequence_text(int seq_len, char *buffer, size_t size) {
+/* "4K" for 4096, else digits. */
+static const char *sequence_text(int seq_len, char *buffer, size_t size) {
     if (seq_len % 1024 == 0)
         snprintf(buffer, size, "%dK", seq_len / 1024);
     else
@@ -26,7 +27,8 @@ const char *sequence_text(int seq_len, char *buffer, size_t size) {
     return buffer;
 }
 
-const char *scaled_text(double value, char *buffer, size_t size) {
+/* Three significant digits with a unit prefix: "812 G". */
+static const char *scaled_text(double value, char *buffer, size_t size) {
     static const char *const prefixes[] = {"", " K", " M", " G", " T"};
     size_t prefix = 0;
     for (; value >= 1000 && prefix + 1 < COUNT(prefixes); prefix++) value /= 1000;

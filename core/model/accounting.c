@@ -121,11 +121,6 @@ struct work work_add(struct work a, struct work b) {
                          a.grouped_flops + b.grouped_flops, a.bytes + b.bytes, a.kernels + b.kernels};
 }
 
-struct work work_scale(struct work a, double factor) {
-    return (struct work){a.gemm_flops * factor, a.core_flops * factor, a.grouped_flops * factor,
-                         a.bytes * factor, a.kernels * factor};
-}
-
 /* Query-key pairs of one head and sequence: the sum over positions 1 … s of min(position, window). */
 static double attention_pairs(double s, double window) {
     if (window == 0 || window >= s) return s * (s + 1) / 2;

@@ -102,7 +102,6 @@ struct work {
     double kernels;       /* launches */
 };
 struct work work_add(struct work a, struct work b);
-struct work work_scale(struct work a, double factor); /* kernels too */
 
 /* One layer's attention for `sequences` sequences of `seq_len` tokens: pre-norm, projections, QK-norm, RoPE,
    core attention, output projection, residual; then the feed-forward norm and router, which decide where

@@ -29,12 +29,14 @@ static double tokens_per_gpu(const struct plan *plan) {
 
 /* ---- routing ----------------------------------------------------------------------------------------- */
 
-/* Experts in order, the first (experts mod gpus) GPUs holding one more. */
+/* Experts in order; where they do not divide, some GPUs hold one more. */
 static int first_expert(int experts, int gpus, int gpu) {
     return (int)((int64_t)experts * gpu / gpus);
 }
 
-void plan_expert_shares(const struct plan *plan, int gpus, double *shares) {
+/* Shares of all copies that each of `gpus` GPUs receives; they sum to less than 1 where a capacity factor
+ * drops some. */
+static void expert_shares(const struct plan *plan, int gpus, double *shares) {
     const struct model *model = plan->point->model;
     double limit =
         model->moe.capacity_factor > 0 ? model->moe.capacity_factor / model->moe.experts : INFINITY;
@@ -49,7 +51,7 @@ void plan_expert_shares(const struct plan *plan, int gpus, double *shares) {
 /* The busiest GPU's share of all copies, and the experts it holds. */
 static double busiest_share(const struct plan *plan, int gpus, double *experts) {
     double *shares = must_alloc((size_t)gpus * sizeof *shares), busiest = 0;
-    plan_expert_shares(plan, gpus, shares);
+    expert_shares(plan, gpus, shares);
     for (int gpu = 0; gpu < gpus; gpu++)
         if (shares[gpu] > busiest) {
             int count = plan->point->model->moe.experts;
@@ -58,10 +60,6 @@ static double busiest_share(const struct plan *plan, int gpus, double *experts) 
         }
     free(shares);
     return busiest;
-}
-
-double plan_imbalance(const struct plan *plan, int gpus, double *experts) {
-    return busiest_share(plan, gpus, experts) * gpus;
 }
 
 /* ---- layers ------------------------------------------------------------------------------------------ */
@@ -139,7 +137,7 @@ static void transfer_cost(const struct plan *plan, int layer, struct sides sides
     for (int i = 0; i < sides.attention_count; i++) shares[i] = 1.0 / sides.attention_count;
     for (int i = 0; i < sides.ffn_count; i++) loads[i] = 1.0 / sides.ffn_count;
     for (int i = 0; i < sides.next_count; i++) next_shares[i] = 1.0 / sides.next_count;
-    if (moe) plan_expert_shares(plan, sides.ffn_count, loads);
+    if (moe) expert_shares(plan, sides.ffn_count, loads);
     for (int i = 0; i < sides.ffn_count; i++)
         kept += loads[i]; /* below 1 where a capacity factor drops copies */
     for (int i = 0; i < sides.ffn_count; i++) loads[i] /= kept;

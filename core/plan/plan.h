@@ -141,12 +141,6 @@ struct layer_cost {
     double dispatch_bytes, combine_bytes;
 };
 
-/* How far the busiest of `gpus` GPUs, with experts spread evenly in order, is above the mean load (≥ 1), and
-   the number of experts it holds. */
-double plan_imbalance(const struct plan *plan, int gpus, double *experts);
-/* Shares of all copies that each of `gpus` GPUs receives. */
-void plan_expert_shares(const struct plan *plan, int gpus, double *shares);
-
 /* resident: RECOMPUTE work is filled for the plan's lever. */
 struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sides sides);
 double plan_embed_cost(const struct plan *plan, enum pass pass, double tokens_per_gpu, double slowest);
