@@ -74,8 +74,8 @@ static void print_records(const struct result *results, int count, FILE *stream)
             "tokens/s", "MFU", "eff.", "GB");
     for (int i = 0; i < count; i++) print_record(&results[i], stream);
     fprintf(stream,
-            "layout: replicas x ...; ring: replicas x groups x (A+F GPUs), s split or m mixed nodes.\n"
-            "eff.: busy time of the busiest compute lane / step time. GB: peak of the fullest GPU.\n");
+            "layout: replicas x ...; ring: replicas x groups x (A+F GPUs) on split (s) or\nmixed (m) nodes. "
+            "eff.: the busiest compute lane's busy time / step time.\nGB: peak of the fullest GPU.\n");
 }
 
 /* ---- speedups ---------------------------------------------------------------------------------------- */
@@ -143,7 +143,7 @@ static void print_assumptions(const struct result *results, int count, const str
     const struct point *point = results[0].plan.point;
     bool same = true;
     for (int i = 1; i < count; i++) same &= results[i].plan.point->global_batch == point->global_batch;
-    fprintf(stream, "Rests on: executor sim, costs %s (cluster file %s), seed %d, version %s;\n",
+    fprintf(stream, "Rests on: executor sim; costs %s;\n  cluster %s; seed %d; version %s;\n",
             point->table ? "from the manifest's table" : "from achieved rates", point->cluster->name,
             point->seed, VERSION);
     if (same && point->global_batch)
@@ -171,8 +171,7 @@ static void print_speedups(const struct result *results, int count, const char *
     }
     if (any) print_assumptions(results, count, known ? &paper : NULL, stream);
     if (any && known)
-        fprintf(stream,
-                "Where the range is not reached, --explain prints the factors that would have to change.\n");
+        fprintf(stream, "Where the range is not reached, --explain prints what would have to change.\n");
 }
 
 void print_report(const struct experiment *experiment, const struct result *results, int count,
@@ -251,9 +250,9 @@ void print_explanation(const struct result *results, int count, FILE *stream) {
         snprintf(label, sizeof label, "  speedup (ceiling %.2f)", ceiling);
         print_factors(label, base, results[i].speedup, stream);
     }
-    fprintf(stream,
-            "ceiling: the speedup if this system had no transfer, bubble, imbalance, recomputation, idle\n"
-            "GPU or step end at all, against this baseline; above it only a slower baseline could lead.\n");
+    fprintf(stream, "ceiling: the speedup if this system had no transfer, bubble, imbalance,\n"
+                    "recomputation, idle GPU or step end at all, against this baseline; beyond it\nonly a "
+                    "slower baseline leads.\n");
 }
 
 /* ---- trend ------------------------------------------------------------------------------------------- */
@@ -266,7 +265,7 @@ void print_trend(const struct experiment *experiment, const char *published, FIL
     point.cluster = &cluster;
     struct plan plan = {.point = &point};
     char seq[16];
-    fprintf(stream, "\nAll-to-all share of a forward layer by nodes, EP over all GPUs (%s, %s, balanced):\n",
+    fprintf(stream, "\nAll-to-all share of a forward layer by nodes, EP over all GPUs, balanced\n(%s, %s):\n",
             point.model->name, sequence_text(point.seq_len, seq, sizeof seq));
     for (int nodes = 1; nodes <= 8; nodes *= 2) {
         cluster.nodes = nodes;
@@ -280,6 +279,6 @@ void print_trend(const struct experiment *experiment, const char *published, FIL
                 100 * exchange / (cost.attention[PASS_FORWARD] + cost.ffn[PASS_FORWARD] + exchange));
     }
     if (read_range(published, "all_to_all_share", "one_node", "eight_nodes", &paper))
-        fprintf(stream, "  paper: %.0f %% on 1 node, %.0f %% on 8 (%s)\n", 100 * paper.low, 100 * paper.high,
-                paper.where);
+        fprintf(stream, "  paper: %.0f %% on 1 node, %.0f %% on 8\n  (%s)\n", 100 * paper.low,
+                100 * paper.high, paper.where);
 }
