@@ -1,10 +1,14 @@
 /*
-disagmoe bench sim: the suite's own speed on this machine, on one thread. Rates are the best of several
-rounds, since other programs may share the machine; a round repeats until it lasts long enough to measure.
+disagmoe bench: the suite's own speed on this machine. `sim` uses one thread; its rates are the best of
+several rounds, since other programs may share the machine; a round repeats until it lasts long enough to
+measure. `train` times the training step of the single-process reference; tests/peers/train_pytorch.py runs
+the same step in PyTorch beside it.
 */
 #include "cli/cli.h"
+#include "train/reference.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define ROUNDS 5
@@ -110,25 +114,95 @@ static int bench_sim(const char *folder, bool json) {
     return status;
 }
 
+/* ---- training ------------------------------------------------------------------------------------------ */
+
+struct training {
+    const char *model;
+    int seq_len, sequences, threads, steps;
+};
+
+/* Seconds of the fastest whole step (forward, backward, clipping, AdamW) of the single-process reference. */
+static double fastest_step(const struct model *model, const struct training *training, double *loss) {
+    size_t count = (size_t)training->sequences * ((size_t)training->seq_len + 1);
+    int *tokens = must_alloc(count * sizeof *tokens);
+    struct rng rng = rng_seed(1);
+    for (size_t i = 0; i < count; i++) tokens[i] = rng_below(&rng, model->vocab);
+    struct reference *reference =
+        reference_new(model, training->seq_len, training->sequences, training->threads, 1);
+    struct optimizer optimizer = optimizer_default();
+    optimizer.steps = training->steps;
+    double best = INFINITY;
+    for (int step = 0; step < training->steps; step++) {
+        struct batch batch = {tokens, training->sequences, 1, step};
+        double began = seconds_now();
+        *loss = reference_step(reference, &batch, &optimizer, NULL).total;
+        best = fmin(best, seconds_now() - began);
+    }
+    reference_free(reference);
+    free(tokens);
+    return best;
+}
+
+static int bench_train(const struct training *training, bool json) {
+    struct errors errors = {0};
+    struct arena *arena = arena_new();
+    struct model model = {0};
+    int status = STATUS_USAGE;
+    struct json file = json_read_file(training->model, arena, &errors);
+    if (file.node && model_read(file, &model)) {
+        double loss = NAN, seconds = fastest_step(&model, training, &loss);
+        double tokens = (double)training->sequences * training->seq_len / seconds;
+        if (json)
+            printf("{\"seconds\":%.6f,\"tokens_per_s\":%.1f,\"loss\":%.6f,\"threads\":%d}\n", seconds, tokens,
+                   loss, training->threads);
+        else
+            printf("%.4f s a step, %.0f tokens/s, %d thread%s, the fastest of %d steps; loss %.4f\n", seconds,
+                   tokens, training->threads, training->threads > 1 ? "s" : "", training->steps, loss);
+        status = STATUS_DONE;
+    }
+    errors_print(&errors, stderr);
+    errors_free(&errors);
+    cJSON_Delete(file.node);
+    arena_free(arena);
+    return status;
+}
+
 static int run(int argc, char **argv) {
     const char *what = NULL, *folder = "experiments";
     bool json = false, helped;
-    const struct option_rule rules[] = {{"--json", NULL, NULL, &json},
-                                        {"--experiments", &folder, NULL, NULL}};
+    struct training training = {.seq_len = 512, .sequences = 4, .threads = processor_count(), .steps = 5};
+    const struct option_rule rules[] = {
+        {"--json", NULL, NULL, &json},
+        {"--experiments", &folder, NULL, NULL},
+        {"--model", &training.model, NULL, NULL},
+        {"--seq-len", NULL, &training.seq_len, NULL},
+        {"--sequences", NULL, &training.sequences, NULL},
+        {"--threads", NULL, &training.threads, NULL},
+        {"--steps", NULL, &training.steps, NULL},
+    };
     if (!parse_options(&verb_bench, argc, argv, rules, COUNT(rules), NULL, &what, &helped))
         return STATUS_USAGE;
     if (helped) return STATUS_DONE;
     if (what && strcmp(what, "sim") == 0) return bench_sim(folder, json);
-    fprintf(stderr, "disagmoe: bench: found %s; allowed is sim\n", what ? what : "nothing");
+    if (what && strcmp(what, "train") == 0) {
+        char model[512];
+        snprintf(model, sizeof model, "%s/models/small.json", folder);
+        if (!training.model) training.model = model;
+        return bench_train(&training, json);
+    }
+    fprintf(stderr, "disagmoe: bench: found %s; allowed are sim and train\n", what ? what : "nothing");
     return STATUS_USAGE;
 }
 
 const struct verb verb_bench = {
     .name = "bench",
-    .usage = "sim [--json] [--experiments FOLDER]",
+    .usage = "sim|train [OPTIONS]",
     .summary = "the suite's own speed on this machine",
     .help = "  sim                   replay, list-scheduler, and a whole simulation of Qwen3-235B\n"
             "  --experiments FOLDER  where models/ and clusters/ are; default: experiments\n"
+            "  train                 a training step of a model in this one process\n"
+            "  --model FILE          its manifest; default: models/small.json of that folder\n"
+            "  --seq-len N, --sequences N, --threads N, --steps N\n"
             "  --json                one object\n",
     .run = run,
 };
