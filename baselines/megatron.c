@@ -46,30 +46,31 @@ struct layout {
     struct arena *arena;
 };
 
-static double block_seconds(const struct layout *layout, int layer, bool backward) {
-    const struct layer_cost *cost = &layout->cost[layer];
-    double attention = cost->attention[PASS_FORWARD], ffn = cost->ffn[PASS_FORWARD];
-    double transfers = cost->dispatch + cost->combine;
-    bool moe = model_layer_is_moe(layout->plan->point->model, layer);
-    if (!moe) transfers = 0;
-    if (!backward) return attention + ffn + transfers;
-    double seconds = cost->attention[PASS_BACKWARD] + cost->attention[PASS_WEIGHT] +
-                     cost->ffn[PASS_BACKWARD] + cost->ffn[PASS_WEIGHT] + cost->attention[PASS_RECOMPUTE] +
-                     cost->ffn[PASS_RECOMPUTE] + transfers;
+/* Forward and backward of a layer, one operation after the other. */
+static double block_seconds(const struct layout *layout, int layer, const struct layer_cost *cost) {
     const struct memory *memory = &layout->plan->memory;
-    if (memory->recompute == RECOMPUTE_FULL) return seconds + transfers;
-    return moe && memory->expert_input == INPUT_RESEND ? seconds + cost->dispatch : seconds;
+    bool moe = model_layer_is_moe(layout->plan->point->model, layer);
+    double transfers = moe ? cost->dispatch + cost->combine : 0;
+    double forward = cost->attention[PASS_FORWARD] + cost->ffn[PASS_FORWARD] + transfers;
+    double backward = cost->attention[PASS_BACKWARD] + cost->attention[PASS_WEIGHT] +
+                      cost->ffn[PASS_BACKWARD] + cost->ffn[PASS_WEIGHT] + cost->attention[PASS_RECOMPUTE] +
+                      cost->ffn[PASS_RECOMPUTE] + transfers;
+    if (memory->recompute == RECOMPUTE_FULL)
+        backward += transfers;
+    else if (moe && memory->expert_input == INPUT_RESEND)
+        backward += cost->dispatch;
+    return forward + backward;
 }
 
 /* Gives each layer in turn to the stage that is least loaded, then spreads a stage's layers over its chunks.
  */
-static void split_layers(struct layout *layout) {
+static void split_layers(struct layout *layout, struct layer_cost typical) {
     int layers = layout->plan->point->model->layers, pp = layout->pp;
     double *load = arena_alloc(layout->arena, (size_t)pp * sizeof *load);
     int *count = arena_alloc(layout->arena, (size_t)pp * sizeof *count);
     load[0] += layout->embed[0] + layout->embed[1];
     load[pp - 1] += layout->head[0] + layout->head[1];
-    double block = block_seconds(layout, layers - 1, false) + block_seconds(layout, layers - 1, true);
+    double block = block_seconds(layout, layers - 1, &typical);
     for (int stage = 0; stage < pp; stage++) { /* every chunk has at least one layer */
         count[stage] = layout->vpp;
         load[stage] += layout->vpp * block;
@@ -114,38 +115,35 @@ static void place_stages(struct layout *layout) {
     }
 }
 
+static struct layer_cost cost_on(const struct layout *layout, int layer, int stage) {
+    int *gpus = layout->gpus[stage], ep = layout->ep;
+    return plan_layer_cost(layout->plan, layer, (struct sides){gpus, ep, gpus, ep, gpus, ep});
+}
+
 static void price(struct layout *layout) {
     const struct plan *plan = layout->plan;
     const struct point *point = plan->point;
-    int ep = layout->ep, pp = layout->pp;
+    int ep = layout->ep, pp = layout->pp, layers = point->model->layers;
     double tokens = (double)point->micro_batch_size * point->seq_len;
-    double slowest = 1;
-    for (int stage = 0; stage < pp; stage++) slowest = fmin(slowest, layout->slowest[stage]);
-    for (int layer = 0; layer < point->model->layers; layer++) {
-        struct sides sides = {layout->gpus[0], ep, layout->gpus[0], ep, layout->gpus[0], ep};
-        layout->cost[layer] = plan_layer_cost(plan, layer, sides);
-        layout->memory[layer] = plan_layer_memory(plan, layer, ep, ep);
-    }
     for (int pass = 0; pass < 2; pass++) {
         enum pass which = pass ? PASS_BACKWARD : PASS_FORWARD;
         layout->embed[pass] = plan_embed_cost(plan, which, tokens, layout->slowest[0]);
         layout->head[pass] = plan_head_cost(plan, which, tokens, layout->slowest[pp - 1]);
     }
     layout->p2p_bytes = tokens * model_hidden_bytes(point->model);
-    layout->p2p = pp == 1        ? 0
-                  : point->table ? point->table->p2p_s
-                                 : cluster_pairwise(point->cluster, layout->gpus[0], layout->gpus[1], ep,
-                                                    layout->p2p_bytes)
-                                       .seconds;
-    split_layers(layout);
+    if (pp > 1 && point->table)
+        layout->p2p = point->table->p2p_s;
+    else if (pp > 1)
+        layout->p2p =
+            cluster_pairwise(point->cluster, layout->gpus[0], layout->gpus[1], ep, layout->p2p_bytes).seconds;
+    split_layers(layout, cost_on(layout, layers - 1, 0));
     /* A stage with a slow GPU, or one whose GPUs straddle nodes differently, has costs of its own. */
-    for (int c = 0; c < layout->chunks && !point->table; c++) {
-        struct chunk chunk = layout->chunk[c];
-        int *gpus = layout->gpus[chunk.stage];
-        struct sides sides = {gpus, ep, gpus, ep, gpus, ep};
-        for (int l = chunk.first_layer; l < chunk.first_layer + chunk.layers; l++)
-            layout->cost[l] = plan_layer_cost(plan, l, sides);
-    }
+    for (int c = 0; c < layout->chunks; c++)
+        for (int i = 0; i < layout->chunk[c].layers; i++) {
+            int layer = layout->chunk[c].first_layer + i;
+            layout->cost[layer] = cost_on(layout, layer, layout->chunk[c].stage);
+            layout->memory[layer] = plan_layer_memory(plan, layer, ep, ep);
+        }
 }
 
 static struct layout *layout_new(const struct plan *plan) {
@@ -194,6 +192,13 @@ static int stage_shards(const struct layout *layout, int stage, struct shard sha
     return 2;
 }
 
+static struct need stage_need(const struct layout *layout, int stage) {
+    struct shard shards[2];
+    int count = stage_shards(layout, stage, shards);
+    return (struct need){plan_static_bytes(layout->plan, shards, count),
+                         plan_step_end(layout->plan, shards, count)};
+}
+
 /* ---- the order of a stage ---------------------------------------------------------------------------- */
 
 /* Number k of a stage's forwards (or backwards): which chunk of the stage, which micro-batch. */
@@ -201,8 +206,7 @@ static void unit(const struct layout *layout, int k, bool backward, int *v, int 
     int round = layout->pp * layout->vpp, within = k % round;
     *v = within / layout->pp;
     if (backward) *v = layout->vpp - 1 - *v;
-    *micro_batch = layout->vpp == 1 ? k : k / round * layout->pp + within % layout->pp;
-    if (layout->vpp == 1) *v = 0;
+    *micro_batch = k / round * layout->pp + within % layout->pp;
 }
 
 /* Forward chunks that run before the first backward. */
@@ -301,39 +305,30 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
     }
 }
 
-static void end_step(struct schedule *schedule, const struct layout *layout) {
-    for (int stage = 0; stage < layout->pp; stage++) {
-        struct shard shards[2];
-        int count = stage_shards(layout, stage, shards), lane = lane_of(stage, RESOURCE_COMPUTE);
-        struct lane *order = &schedule->lanes[lane];
-        int last = order->ops[order->count - 1], first_new = schedule->op_count;
-        plan_add_step_end(schedule, stage, plan_step_end(layout->plan, shards, count), &last, 1);
-        for (int op = first_new; op < schedule->op_count;
-             op++) /* the optimizer joins the compute lane's order */
-            if (schedule->ops[op].kind == KIND_OPTIMIZER) {
-                order->ops = must_realloc(order->ops, (size_t)(order->count + 1) * sizeof(int));
-                order->ops[order->count++] = op;
-            }
-    }
+/* The optimizer joins the given order of the compute lane. */
+static void end_step(struct schedule *schedule, int stage, struct step_end end) {
+    struct lane *order = &schedule->lanes[lane_of(stage, RESOURCE_COMPUTE)];
+    int last = order->ops[order->count - 1];
+    int optimizer = plan_add_step_end(schedule, stage, end, &last, 1);
+    order->ops = must_realloc(order->ops, (size_t)(order->count + 1) * sizeof(int));
+    order->ops[order->count++] = optimizer;
 }
 
 static struct schedule *build(const struct plan *plan) {
     struct layout *layout = layout_new(plan);
-    const struct model *model = plan->point->model;
-    struct schedule *schedule = schedule_new(layout->pp, model->layers, plan->micro_batches);
-    for (int stage = 0; stage < layout->pp; stage++) {
-        struct shard shards[2];
-        int count = stage_shards(layout, stage, shards);
-        schedule_group(schedule, stage, layout->ep, plan_static_bytes(plan, shards, count), "stage %d",
-                       stage);
-    }
-    struct block *blocks = must_alloc((size_t)model->layers * sizeof *blocks);
+    int layers = plan->point->model->layers;
+    struct schedule *schedule = schedule_new(layout->pp, layers, plan->micro_batches);
+    struct block *blocks = must_alloc((size_t)layers * sizeof *blocks);
     struct range(*ranges)[2] =
         must_alloc((size_t)plan->micro_batches * (size_t)layout->chunks * sizeof *ranges);
     for (int m = 0; m < plan->micro_batches; m++)
         add_micro_batch(schedule, layout, m, blocks, ranges + m * layout->chunks);
-    for (int stage = 0; stage < layout->pp; stage++) order_stage(schedule, layout, stage, ranges);
-    end_step(schedule, layout);
+    for (int stage = 0; stage < layout->pp; stage++) {
+        struct need need = stage_need(layout, stage);
+        schedule_group(schedule, stage, layout->ep, need.static_bytes, "stage %d", stage);
+        order_stage(schedule, layout, stage, ranges);
+        end_step(schedule, stage, need.end);
+    }
     free(blocks);
     free(ranges);
     arena_free(layout->arena);
@@ -390,16 +385,15 @@ static struct bound bound(const struct plan *plan) {
     double before = 0; /* forward and backward through the chunks ahead of a stage's first one */
     for (int stage = 0; stage < layout->pp; stage++) {
         double busy = 0, first = 0;
-        struct shard shards[2];
-        int count = stage_shards(layout, stage, shards), warm = warm_up(layout, stage),
-            total = plan->micro_batches * layout->vpp;
-        double bytes = plan_static_bytes(plan, shards, count);
+        struct need need = stage_need(layout, stage);
+        int warm = warm_up(layout, stage), total = plan->micro_batches * layout->vpp;
+        double bytes = need.static_bytes;
         for (int c = stage; c < layout->chunks; c += layout->pp) {
             double seconds = 0, kept = 0;
             for (int l = layout->chunk[c].first_layer;
                  l < layout->chunk[c].first_layer + layout->chunk[c].layers; l++) {
                 const struct layer_memory *memory = &layout->memory[l];
-                seconds += block_seconds(layout, l, false) + block_seconds(layout, l, true);
+                seconds += block_seconds(layout, l, &layout->cost[l]);
                 kept += memory->layer_input + memory->attention + memory->ffn;
                 if (plan->memory.expert_input == INPUT_KEEP && plan->memory.recompute != RECOMPUTE_FULL &&
                     model_layer_is_moe(plan->point->model, l))
@@ -415,9 +409,8 @@ static struct bound bound(const struct plan *plan) {
                 if (v * layout->pp + stage == c) bytes += kept;
             }
         }
-        struct step_end end = plan_step_end(plan, shards, count);
         double seconds = before + busy * plan->micro_batches;
-        if (stage == 0) seconds += end.grad_sync + end.optimizer + end.param_gather;
+        if (stage == 0) seconds += need.end.grad_sync + need.end.optimizer + need.end.param_gather;
         bound.seconds = fmax(bound.seconds, seconds);
         bound.bytes = fmax(bound.bytes, bytes);
         before += first;
@@ -428,12 +421,7 @@ static struct bound bound(const struct plan *plan) {
 
 static int needs(const struct plan *plan, struct need *needs) {
     struct layout *layout = layout_new(plan);
-    for (int stage = 0; stage < layout->pp; stage++) {
-        struct shard shards[2];
-        int count = stage_shards(layout, stage, shards);
-        needs[stage] =
-            (struct need){plan_static_bytes(plan, shards, count), plan_step_end(plan, shards, count)};
-    }
+    for (int stage = 0; stage < layout->pp; stage++) needs[stage] = stage_need(layout, stage);
     arena_free(layout->arena);
     return plan->parallel.pp;
 }

@@ -83,10 +83,7 @@ static void print(const struct measured *measured, bool json) {
         json_add_number(object, "list_scheduler_ops_per_s", measured->arrange);
         json_add_number(object, "both_systems_s", measured->whole);
         json_add_number(object, "ops", (double)measured->ops);
-        char *text = cJSON_PrintUnformatted(object);
-        puts(text);
-        cJSON_free(text);
-        cJSON_Delete(object);
+        print_json_line(object, stdout);
         return;
     }
     printf("replay          %6.1f million operations a second\n", measured->replay / 1e6);

@@ -39,10 +39,7 @@ static int run(int argc, char **argv) {
     if (!parse_options(&verb_check, argc, argv, rules, COUNT(rules), &options, &options.manifest, &helped))
         return STATUS_USAGE;
     if (helped) return STATUS_DONE;
-    if (!options.manifest) {
-        fprintf(stderr, "disagmoe: check: a manifest is needed; see 'disagmoe check --help'\n");
-        return STATUS_USAGE;
-    }
+    if (is_missing(&verb_check, options.manifest, "a manifest")) return STATUS_USAGE;
     struct errors errors = {0};
     struct experiment experiment;
     if (load_experiment(&options, &experiment, &errors))

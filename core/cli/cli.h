@@ -58,6 +58,11 @@ void add_point_errors(const struct options *options, const struct point *point, 
 extern volatile int interrupted;
 void catch_interrupt(void);
 
+/* One object a line; takes the object. */
+void print_json_line(cJSON *object, FILE *stream);
+/* Reports a missing argument on stderr when text is NULL; what: "a manifest". */
+bool is_missing(const struct verb *verb, const char *text, const char *what);
+
 /* ---- tables ------------------------------------------------------------------------------------------ */
 
 /* The records as a table, and where megatron stands beside another system the speedups next to the paper's

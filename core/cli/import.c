@@ -10,10 +10,7 @@ static int run(int argc, char **argv) {
     if (!parse_options(&verb_import, argc, argv, rules, COUNT(rules), NULL, &file, &helped))
         return STATUS_USAGE;
     if (helped) return STATUS_DONE;
-    if (!file) {
-        fprintf(stderr, "disagmoe: import: a config.json is needed; see 'disagmoe import --help'\n");
-        return STATUS_USAGE;
-    }
+    if (is_missing(&verb_import, file, "a config.json")) return STATUS_USAGE;
     struct errors errors = {0};
     struct arena *arena = arena_new();
     struct model model = {0};

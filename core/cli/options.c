@@ -126,6 +126,20 @@ void add_point_errors(const struct options *options, const struct point *point, 
                    system->name, found->messages[i]);
 }
 
+void print_json_line(cJSON *object, FILE *stream) {
+    char *text = cJSON_PrintUnformatted(object);
+    fprintf(stream, "%s\n", text);
+    cJSON_free(text);
+    cJSON_Delete(object);
+}
+
+bool is_missing(const struct verb *verb, const char *text, const char *what) {
+    if (!text)
+        fprintf(stderr, "disagmoe: %s: %s is needed; see 'disagmoe %s --help'\n", verb->name, what,
+                verb->name);
+    return !text;
+}
+
 bool load_experiment(const struct options *options, struct experiment *experiment, struct errors *errors) {
     int before = errors->count;
     experiment_read(options->manifest, options->overrides, options->override_count, experiment, errors);

@@ -48,10 +48,7 @@ static int run(int argc, char **argv) {
     if (!parse_options(&verb_schedule, argc, argv, rules, COUNT(rules), &options, &options.manifest, &helped))
         return STATUS_USAGE;
     if (helped) return STATUS_DONE;
-    if (!options.manifest) {
-        fprintf(stderr, "disagmoe: schedule: a manifest is needed; see 'disagmoe schedule --help'\n");
-        return STATUS_USAGE;
-    }
+    if (is_missing(&verb_schedule, options.manifest, "a manifest")) return STATUS_USAGE;
     struct errors errors = {0};
     struct experiment experiment;
     int status = STATUS_USAGE;

@@ -84,13 +84,7 @@ static struct result *collect_results(struct run *run, int *count) {
 }
 
 static void print_json_lines(const struct result *results, int count, FILE *stream) {
-    for (int i = 0; i < count; i++) {
-        cJSON *record = result_json(&results[i]);
-        char *text = cJSON_PrintUnformatted(record);
-        fprintf(stream, "%s\n", text);
-        cJSON_free(text);
-        cJSON_Delete(record);
-    }
+    for (int i = 0; i < count; i++) print_json_line(result_json(&results[i]), stream);
 }
 
 static void print_csv(const struct result *results, int count, FILE *stream) {
@@ -191,10 +185,7 @@ static int run(int argc, char **argv) {
     if (!parse_options(&verb_sim, argc, argv, rules, COUNT(rules), &options, &options.manifest, &helped))
         return STATUS_USAGE;
     if (helped) return STATUS_DONE;
-    if (!options.manifest) {
-        fprintf(stderr, "disagmoe: sim: a manifest is needed; see 'disagmoe sim --help'\n");
-        return STATUS_USAGE;
-    }
+    if (is_missing(&verb_sim, options.manifest, "a manifest")) return STATUS_USAGE;
     return simulate(&options);
 }
 

@@ -17,10 +17,7 @@ static void print_json(const struct system *system) {
     cJSON_AddStringToObject(object, "name", system->name);
     cJSON_AddStringToObject(object, "title", system->title);
     cJSON_AddStringToObject(object, "paper", system->paper);
-    char *text = cJSON_PrintUnformatted(object);
-    puts(text);
-    cJSON_free(text);
-    cJSON_Delete(object);
+    print_json_line(object, stdout);
 }
 
 static void print_text(const struct system *system) {

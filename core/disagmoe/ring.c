@@ -176,6 +176,20 @@ static int ffn_shards(const struct ring *ring, int g, struct shard shards[2]) {
     return 2;
 }
 
+static struct need attention_need(const struct ring *ring, int g) {
+    struct shard shards[1];
+    int count = attention_shards(ring, g, shards);
+    return (struct need){plan_static_bytes(ring->plan, shards, count),
+                         plan_step_end(ring->plan, shards, count)};
+}
+
+static struct need ffn_need(const struct ring *ring, int g) {
+    struct shard shards[2];
+    int count = ffn_shards(ring, g, shards);
+    return (struct need){plan_static_bytes(ring->plan, shards, count),
+                         plan_step_end(ring->plan, shards, count)};
+}
+
 /* ---- the schedule ------------------------------------------------------------------------------------ */
 
 /* Which of two ready operations goes first: smaller does. */
@@ -192,9 +206,10 @@ static void set_urgency(struct schedule *schedule, int first, int last, int64_t 
     for (int op = first; op < last; op++) schedule->ops[op].priority = urgency;
 }
 
-/* Returns the micro-batch's last operation. */
-static int add_micro_batch(struct schedule *schedule, const struct ring *ring, int m, int behind,
-                           struct block *blocks, int *attention_ends) {
+/* A micro-batch's last operation on each group: the backward pass of the group's first layer. last[g] is of
+   A-group g, last[p + g] of F-group g. */
+static void add_micro_batch(struct schedule *schedule, const struct ring *ring, int m, int behind,
+                            struct block *blocks, int *last) {
     int p = ring->p, last_ffn = p + (ring->layers - 1) % p;
     int at = schedule_compute(schedule, KIND_EMBED, PASS_FORWARD, -1, m, 0, ring->embed[0]);
     schedule_after(schedule, behind);
@@ -217,65 +232,40 @@ static int add_micro_batch(struct schedule *schedule, const struct ring *ring, i
     for (int l = ring->layers - 1; l >= 0; l--) {
         at = block_backward(schedule, &blocks[l], at);
         set_urgency(schedule, blocks[l].backward_first, blocks[l].backward_last, urgency(ring, m, true, l));
-        attention_ends[l] = at;
+        last[l % p] = at; /* a later layer's is overwritten by an earlier one's */
+        last[p + l % p] = blocks[l].ffn_backward;
     }
-    int before = at;
-    at = schedule_compute(schedule, KIND_EMBED, PASS_BACKWARD, -1, m, 0, ring->embed[1]);
-    schedule_after(schedule, before);
+    last[0] = schedule_compute(schedule, KIND_EMBED, PASS_BACKWARD, -1, m, 0, ring->embed[1]);
+    schedule_after(schedule, at);
     schedule_priority(schedule, urgency(ring, m, true, 0));
-    return at;
 }
 
-/* A group's step ends behind the last backward of its first layer of every micro-batch: the others lie before
- * it. */
-static void end_step(struct schedule *schedule, const struct ring *ring, const int *attention_ends,
-                     const int *ends) {
-    int micro_batches = ring->plan->micro_batches;
-    int *after = must_alloc((size_t)micro_batches * sizeof *after);
-    for (int g = 0; g < ring->p; g++) {
-        struct shard shards[2];
-        for (int m = 0; m < micro_batches; m++)
-            after[m] = g == 0 ? ends[m] : attention_ends[m * ring->layers + g];
-        int count = attention_shards(ring, g, shards);
-        plan_add_step_end(schedule, g, plan_step_end(ring->plan, shards, count), after, micro_batches);
-        /* The F-group's last backward is a dependency of the A-group's: it may end its step a transfer
-         * earlier. */
-        for (int m = 0; m < micro_batches; m++) {
-            const struct operation *attention = &schedule->ops[attention_ends[m * ring->layers + g]];
-            int back = schedule->deps[attention->first_dep];
-            while (schedule->ops[back].kind == KIND_ATTENTION || schedule->ops[back].kind == KIND_DISPATCH)
-                back = schedule->deps[schedule->ops[back].first_dep];
-            after[m] = back;
-        }
-        count = ffn_shards(ring, g, shards);
-        plan_add_step_end(schedule, ring->p + g, plan_step_end(ring->plan, shards, count), after,
-                          micro_batches);
-    }
+/* A group's step ends behind its last operation of every micro-batch. */
+static void end_step(struct schedule *schedule, int group, int groups, struct step_end end, const int *last) {
+    int *after = must_alloc((size_t)schedule->micro_batches * sizeof *after);
+    for (int m = 0; m < schedule->micro_batches; m++) after[m] = last[m * groups + group];
+    plan_add_step_end(schedule, group, end, after, schedule->micro_batches);
     free(after);
 }
 
 static struct schedule *build(const struct plan *plan) {
     struct ring *ring = ring_new(plan);
-    int p = ring->p, in_flight = plan->order.wave * plan->order.waves_in_flight,
-        micro_batches = plan->micro_batches;
-    struct schedule *schedule = schedule_new(2 * p, ring->layers, micro_batches);
-    for (int g = 0; g < p; g++) {
-        struct shard shards[2];
-        int count = attention_shards(ring, g, shards);
-        schedule_group(schedule, g, ring->m, plan_static_bytes(plan, shards, count), "A%d", g);
-        count = ffn_shards(ring, g, shards);
-        schedule_group(schedule, p + g, ring->n, plan_static_bytes(plan, shards, count), "F%d", g);
-    }
+    int p = ring->p, groups = 2 * p, in_flight = plan->order.wave * plan->order.waves_in_flight;
+    struct schedule *schedule = schedule_new(groups, ring->layers, plan->micro_batches);
     struct block *blocks = must_alloc((size_t)ring->layers * sizeof *blocks);
-    int *attention_ends = must_alloc((size_t)micro_batches * (size_t)ring->layers * sizeof *attention_ends);
-    int *ends = must_alloc((size_t)micro_batches * sizeof *ends);
-    for (int m = 0; m < micro_batches; m++)
-        ends[m] = add_micro_batch(schedule, ring, m, m >= in_flight ? ends[m - in_flight] : -1, blocks,
-                                  attention_ends + (size_t)m * (size_t)ring->layers);
-    end_step(schedule, ring, attention_ends, ends);
+    int *last = must_alloc((size_t)plan->micro_batches * (size_t)groups * sizeof *last);
+    for (int m = 0; m < plan->micro_batches; m++)
+        add_micro_batch(schedule, ring, m, m >= in_flight ? last[(m - in_flight) * groups] : -1, blocks,
+                        last + m * groups);
+    for (int g = 0; g < p; g++) {
+        struct need a = attention_need(ring, g), f = ffn_need(ring, g);
+        schedule_group(schedule, g, ring->m, a.static_bytes, "A%d", g);
+        schedule_group(schedule, p + g, ring->n, f.static_bytes, "F%d", g);
+        end_step(schedule, g, groups, a.end, last);
+        end_step(schedule, p + g, groups, f.end, last);
+    }
     free(blocks);
-    free(attention_ends);
-    free(ends);
+    free(last);
     arena_free(ring->arena);
     return schedule;
 }
@@ -348,13 +338,10 @@ static struct bound bound(const struct plan *plan) {
     struct ring *ring = ring_new(plan);
     struct bound bound = {0};
     double before = 0; /* the way to group g and, at the end, back from it */
-    bool full = plan->memory.recompute == RECOMPUTE_FULL;
-    bool again = full || plan->memory.expert_input == INPUT_RESEND;
+    bool again = plan->memory.recompute == RECOMPUTE_FULL || plan->memory.expert_input == INPUT_RESEND;
     for (int g = 0; g < ring->p; g++) {
         struct load load = {0};
-        struct shard shards[2];
-        double a_bytes = plan_static_bytes(plan, shards, attention_shards(ring, g, shards));
-        double f_bytes = plan_static_bytes(plan, shards, ffn_shards(ring, g, shards));
+        double a_bytes = attention_need(ring, g).static_bytes, f_bytes = ffn_need(ring, g).static_bytes;
         double way = 0;
         for (int l = g; l < ring->layers; l += ring->p) {
             const struct layer_cost *cost = &ring->cost[l];
@@ -381,7 +368,6 @@ static struct bound bound(const struct plan *plan) {
             }
             if (l == ring->layers - 1) {
                 load.f_send += c; /* the head's gradient leaves from this F-group */
-                load.f_recv += 0;
                 load.f += ring->head[0] + ring->head[1];
             }
             a_bytes += memory->layer_input + memory->attention;
@@ -400,16 +386,13 @@ static struct bound bound(const struct plan *plan) {
 
 static int needs(const struct plan *plan, struct need *needs) {
     struct ring *ring = ring_new(plan);
-    for (int g = 0; g < ring->p; g++) {
-        struct shard shards[2];
-        int count = attention_shards(ring, g, shards);
-        needs[g] = (struct need){plan_static_bytes(plan, shards, count), plan_step_end(plan, shards, count)};
-        count = ffn_shards(ring, g, shards);
-        needs[ring->p + g] =
-            (struct need){plan_static_bytes(plan, shards, count), plan_step_end(plan, shards, count)};
+    int p = ring->p;
+    for (int g = 0; g < p; g++) {
+        needs[g] = attention_need(ring, g);
+        needs[p + g] = ffn_need(ring, g);
     }
     arena_free(ring->arena);
-    return 2 * plan->parallel.groups;
+    return 2 * p;
 }
 
 const struct system disagmoe = {

@@ -69,7 +69,7 @@ int block_forward(struct schedule *schedule, struct block *block, int input) {
 
     block->input_activation =
         schedule_keep(schedule, place.attention, input >= 0 ? input : attention, memory->layer_input);
-    block->attention_activation = block->expert_activation = block->ffn_activation = -1;
+    block->attention_activation = block->expert_activation = block->ffn_activation = -1; /* until kept */
     if (full) {
         keep_until(schedule, place.attention, attention, attention, memory->full_attention);
         keep_until(schedule, place.attention, attention, dispatch,
@@ -77,11 +77,8 @@ int block_forward(struct schedule *schedule, struct block *block, int input) {
     } else {
         block->attention_activation = schedule_keep(schedule, place.attention, attention, memory->attention);
     }
-    /* A full recomputation drops the copies too, unless they are to be kept; a dense layer in place has them
-     * in h. */
-    bool kept = transfers && !resend && !full;
-    block->expert_activation = -1;
-    if (kept)
+    /* A full recomputation drops the copies too; a dense layer in place has them in h. */
+    if (transfers && !resend && !full)
         block->expert_activation = schedule_keep(schedule, place.ffn, dispatch, memory->expert_input);
     else if (transfers)
         keep_until(schedule, place.ffn, dispatch, ffn, memory->expert_input);
@@ -139,9 +136,8 @@ int block_backward(struct schedule *schedule, struct block *block, int gradient)
     /* One GPU's layer runs one thing after the other; on two groups the gradient travels beside the
      * restoring. */
     int arrived = pipelined && ready >= 0 ? ready : gradient;
-    if (transfers) {
+    if (transfers)
         arrived = transfer(schedule, block, KIND_COMBINE, PASS_BACKWARD, place.next, place.ffn, arrived);
-    }
     int delivered = arrived;
     if (selective) {
         arrived = compute(schedule, block, KIND_FFN, PASS_RECOMPUTE, cost->ffn[PASS_RECOMPUTE], arrived);
@@ -161,6 +157,7 @@ int block_backward(struct schedule *schedule, struct block *block, int gradient)
                             cost->attention[PASS_BACKWARD] + cost->attention[PASS_WEIGHT], back);
     if (attention_ready >= 0) schedule_after(schedule, attention_ready);
     block->backward_last = schedule->op_count;
+    block->ffn_backward = ffn;
 
     if (transfers) {
         keep_until(schedule, place.ffn, delivered, ffn, memory->expert_input); /* gradient of the outputs */
@@ -188,22 +185,22 @@ int plan_add_head(struct schedule *schedule, int group, int micro_batch, int arr
     return backward;
 }
 
-void plan_add_step_end(struct schedule *schedule, int group, struct step_end end, const int *after,
-                       int count) {
-    int ready = -1;
+int plan_add_step_end(struct schedule *schedule, int group, struct step_end end, const int *after,
+                      int count) {
+    int reduced;
     if (end.grad_sync > 0) {
-        ready = schedule_transfer(schedule, KIND_GRAD_SYNC, PASS_BACKWARD, -1, -1, group, group,
-                                  end.grad_sync, end.sync_bytes);
+        reduced = schedule_transfer(schedule, KIND_GRAD_SYNC, PASS_BACKWARD, -1, -1, group, group,
+                                    end.grad_sync, end.sync_bytes);
         for (int i = 0; i < count; i++) schedule_after(schedule, after[i]);
+        after = &reduced;
+        count = 1;
     }
     int optimizer = schedule_compute(schedule, KIND_OPTIMIZER, PASS_BACKWARD, -1, -1, group, end.optimizer);
-    if (ready >= 0)
-        schedule_after(schedule, ready);
-    else
-        for (int i = 0; i < count; i++) schedule_after(schedule, after[i]);
+    for (int i = 0; i < count; i++) schedule_after(schedule, after[i]);
     if (end.param_gather > 0) {
         schedule_transfer(schedule, KIND_PARAM_GATHER, PASS_FORWARD, -1, -1, group, group, end.param_gather,
                           end.gather_bytes);
         schedule_after(schedule, optimizer);
     }
+    return optimizer;
 }

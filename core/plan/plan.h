@@ -141,7 +141,7 @@ struct layer_cost {
     double dispatch_bytes, combine_bytes;
 };
 
-/* resident: RECOMPUTE work is filled for the plan's lever. */
+/* PASS_RECOMPUTE holds what the plan's recompute lever repeats. */
 struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sides sides);
 double plan_embed_cost(const struct plan *plan, enum pass pass, double tokens_per_gpu, double slowest);
 double plan_head_cost(const struct plan *plan, enum pass pass, double tokens_per_gpu, double slowest);
@@ -189,6 +189,7 @@ struct block {
     int layer, micro_batch;
     int forward_first, forward_last;   /* operations first … last − 1 of the forward pass */
     int backward_first, backward_last; /* of the backward pass, recomputation included */
+    int ffn_backward;                  /* the feed-forward group's last operation */
     int input_activation, attention_activation, expert_activation, ffn_activation; /* −1: not kept */
 };
 
@@ -206,9 +207,8 @@ int plan_add_head(struct schedule *schedule, int group, int micro_batch, int arr
                   double input_bytes);
 
 /* The step's end of a group: gradient reduction behind `after` (count operations), optimizer, parameter
- * gathering. */
-void plan_add_step_end(struct schedule *schedule, int group, struct step_end end, const int *after,
-                       int count);
+   gathering. Returns the optimizer's operation. */
+int plan_add_step_end(struct schedule *schedule, int group, struct step_end end, const int *after, int count);
 
 /* ---- systems ----------------------------------------------------------------------------------------- */
 

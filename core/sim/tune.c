@@ -5,8 +5,9 @@ batch under the memory limit.
 1. Every candidate (layout, placement, recompute, expert input) gets the system's lower bounds of step time
 and memory; what cannot fit even with the leanest state (BF16 gradients and moments, ZeRO, offload) is
 dropped.
-2. In the order of their time bound, candidates are simulated, each with every order of its policy, until the
-next bound is not below the best step.
+2. In the order of their time bound, candidates are simulated, where the order is open under one typical
+policy with fewer and fewer micro-batches under way; those whose bound is not below the best step are passed
+over. Then the order of the few best is refined over waves and preferences.
 3. State levers (gradients, moments, ZeRO, offload) hardly touch the order of the pipeline: for each simulated
 order the one is taken that fits beside the activations and ends the step soonest; of equals the least
 intrusive. The candidate is then simulated with it, so that the reported figures are of the reported plan.
@@ -37,6 +38,7 @@ struct tuner {
     int state_count;
     struct candidate *candidates;
     int candidate_count;
+    struct need *needs; /* room for a plan's groups */
     struct plan best_plan;
     double best;   /* seconds for the sequences of a step, so per sequence */
     double slack;  /* plans slower than slack × best are given up */
@@ -124,7 +126,7 @@ static bool in_flight_is_useful(const struct plan *plan, size_t choice) {
    false when none does. The least intrusive of equals. */
 static bool choose_state(const struct tuner *tuner, const struct plan *plan, const double *activations,
                          struct memory *chosen) {
-    struct need *needs = must_alloc(MAX_GROUPS * sizeof *needs);
+    struct need *needs = tuner->needs;
     double soonest = INFINITY;
     for (int i = 0; i < tuner->state_count; i++) {
         struct plan tried = *plan;
@@ -143,7 +145,6 @@ static bool choose_state(const struct tuner *tuner, const struct plan *plan, con
             *chosen = tried.memory;
         }
     }
-    free(needs);
     return soonest < INFINITY;
 }
 
@@ -158,14 +159,13 @@ static double *activation_peaks(const struct schedule *schedule, const struct ti
 /* How far the activations are above what the leanest state leaves, at the worst group: above 1 nothing fits.
  */
 static double overflow(const struct tuner *tuner, const struct plan *plan, const double *activations) {
-    struct need *needs = must_alloc(MAX_GROUPS * sizeof *needs);
+    struct need *needs = tuner->needs;
     struct plan leanest = *plan;
     leanest.memory = with_state(plan->memory, tuner->states[tuner->state_count - 1]);
     int groups = tuner->system->needs(&leanest, needs);
     double worst = 0;
     for (int g = 0; g < groups; g++)
         worst = fmax(worst, activations[g] / fmax(1, tuner->usable - needs[g].static_bytes));
-    free(needs);
     return worst;
 }
 
@@ -292,6 +292,7 @@ bool tune_point(const struct system *system, const struct point *point, struct p
                 struct errors *errors) {
     struct tuner tuner = {.system = system, .point = point, .usable = usable_memory(point)};
     struct parallel *layouts = must_alloc(MAX_LAYOUTS * sizeof *layouts);
+    tuner.needs = must_alloc(MAX_GROUPS * sizeof *tuner.needs);
     int layout_count = system->layouts(point, layouts, MAX_LAYOUTS);
     if (layout_count > MAX_LAYOUTS) layout_count = MAX_LAYOUTS;
     bool possible = !report_impossible(&tuner, layouts, layout_count, errors);
@@ -303,6 +304,7 @@ bool tune_point(const struct system *system, const struct point *point, struct p
         *plan = tuner.found ? tuner.best_plan : (struct plan){.point = point};
     }
     free(tuner.candidates);
+    free(tuner.needs);
     free(layouts);
     return possible;
 }

@@ -23,16 +23,6 @@ static floatX *place_floats(struct placement *placement, int rows, int columns) 
     return place(placement, (size_t)rows * columns, sizeof(floatX));
 }
 
-static int query_width(const struct model *model) {
-    return model->attention.heads * model->attention.head_dim;
-}
-static int rotated_width(const struct model *model) {
-    return query_width(model) + model->attention.kv_heads * model->attention.head_dim;
-}
-static int qkv_width(const struct model *model) {
-    return rotated_width(model) + model->attention.kv_heads * model->attention.head_dim;
-}
-
 static struct attention_kept place_attention(const struct model *model, int layer, enum recompute recompute,
                                              int tokens, struct placement *at) {
     struct attention_kept kept = {0};
@@ -239,11 +229,6 @@ void attention_block_backward_weight(struct context *context, const struct atten
 }
 
 /* ---- expert block: placing --------------------------------------------------------------------------- */
-
-static int shared_width(const struct model *model, int layer) {
-    return model_layer_is_moe(model, layer) ? model->moe.shared_experts * model->moe.expert_hidden
-                                            : model->moe.dense_hidden;
-}
 
 static struct expert_kept place_expert(const struct model *model, int layer, enum recompute recompute,
                                        int routed, int firsts, struct placement *at) {

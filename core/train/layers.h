@@ -75,6 +75,24 @@ void linear_backward_input(struct context *context, floatX *dx, const floatX *dy
 void linear_backward_weight(struct context *context, floatX *dweight, floatX *dbias, const floatX *dy,
                             const floatX *x, int rows, int in, int out);
 
+/* ---- widths ------------------------------------------------------------------------------------------ */
+
+/* Columns of all queries; of what RoPE turns, queries and keys; of queries, keys and values. */
+static inline int query_width(const struct model *model) {
+    return model->attention.heads * model->attention.head_dim;
+}
+static inline int rotated_width(const struct model *model) {
+    return query_width(model) + model->attention.kv_heads * model->attention.head_dim;
+}
+static inline int qkv_width(const struct model *model) {
+    return rotated_width(model) + model->attention.kv_heads * model->attention.head_dim;
+}
+/* Of the part that every token passes: shared experts side by side, or the dense FFN. */
+static inline int shared_width(const struct model *model, int layer) {
+    return model_layer_is_moe(model, layer) ? model->moe.shared_experts * model->moe.expert_hidden
+                                            : model->moe.dense_hidden;
+}
+
 /* ---- element-wise ------------------------------------------------------------------------------------ */
 
 void vector_add(struct context *context, floatX *y, const floatX *x, size_t count); /* y += x */

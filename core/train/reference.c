@@ -57,19 +57,6 @@ struct part {
 
 /* ---- shapes ------------------------------------------------------------------------------------------ */
 
-static int query_width(const struct model *model) {
-    return model->attention.heads * model->attention.head_dim;
-}
-static int rotated_width(const struct model *model) {
-    return query_width(model) + model->attention.kv_heads * model->attention.head_dim;
-}
-static int qkv_width(const struct model *model) {
-    return rotated_width(model) + model->attention.kv_heads * model->attention.head_dim;
-}
-static int shared_width(const struct model *model, int layer) {
-    return model_layer_is_moe(model, layer) ? model->moe.shared_experts * model->moe.expert_hidden
-                                            : model->moe.dense_hidden;
-}
 /* Of routed and shared experts and of dense layers alike. */
 static enum activation_function expert_activation(const struct model *model) {
     return (enum activation_function)model->moe.activation;
