@@ -385,9 +385,8 @@ static struct bound bound(const struct plan *plan) {
     double before = 0; /* forward and backward through the chunks ahead of a stage's first one */
     for (int stage = 0; stage < layout->pp; stage++) {
         double busy = 0, first = 0;
-        struct need need = stage_need(layout, stage);
         int warm = warm_up(layout, stage), total = plan->micro_batches * layout->vpp;
-        double bytes = need.static_bytes;
+        double bytes = stage_need(layout, stage).static_bytes;
         for (int c = stage; c < layout->chunks; c += layout->pp) {
             double seconds = 0, kept = 0;
             for (int l = layout->chunk[c].first_layer;
@@ -410,7 +409,6 @@ static struct bound bound(const struct plan *plan) {
             }
         }
         double seconds = before + busy * plan->micro_batches;
-        if (stage == 0) seconds += need.end.grad_sync + need.end.optimizer + need.end.param_gather;
         bound.seconds = fmax(bound.seconds, seconds);
         bound.bytes = fmax(bound.bytes, bytes);
         before += first;

@@ -217,7 +217,8 @@ enum executor { EXECUTOR_SIMULATOR = 1, EXECUTOR_CPU = 2, EXECUTOR_CUDA = 4, EXE
 /* What is known of a plan before its schedule is built: used to try good plans first and skip hopeless ones.
  */
 struct bound {
-    double seconds; /* no step is shorter */
+    double seconds; /* no step is shorter, whatever grads, moments, zero and offload: the step's end is left
+                       out */
     double bytes;   /* no GPU of the busiest group holds less: static bytes and what any order must keep */
 };
 
