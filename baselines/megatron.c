@@ -242,10 +242,10 @@ static void order_stage(struct schedule *schedule, const struct layout *layout, 
 
 /* ---- the schedule ------------------------------------------------------------------------------------ */
 
-static int send_on(struct schedule *schedule, const struct layout *layout, enum pass pass, int m, int from,
-                   int to, int after) {
+static int send_on(struct schedule *schedule, const struct layout *layout, enum pass pass, int layer, int m,
+                   int from, int to, int after) {
     if (from == to) return after;
-    int op = schedule_transfer(schedule, KIND_P2P, pass, -1, m, from, to, layout->p2p, layout->p2p_bytes);
+    int op = schedule_transfer(schedule, KIND_P2P, pass, layer, m, from, to, layout->p2p, layout->p2p_bytes);
     schedule_after(schedule, after);
     return op;
 }
@@ -270,7 +270,8 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
         const struct chunk *chunk = &layout->chunk[c];
         struct range *range = &ranges[c][0];
         if (c > 0)
-            at = send_on(schedule, layout, PASS_FORWARD, m, layout->chunk[c - 1].stage, chunk->stage, at);
+            at = send_on(schedule, layout, PASS_FORWARD, chunk->first_layer - 1, m,
+                         layout->chunk[c - 1].stage, chunk->stage, at);
         range->first = schedule->op_count;
         if (c == 0) at = schedule_compute(schedule, KIND_EMBED, PASS_FORWARD, -1, m, 0, layout->embed[0]);
         for (int l = chunk->first_layer; l < chunk->first_layer + chunk->layers; l++) {
@@ -301,7 +302,8 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
         }
         ranges[c][1].last = schedule->op_count;
         if (c > 0)
-            at = send_on(schedule, layout, PASS_BACKWARD, m, chunk->stage, layout->chunk[c - 1].stage, at);
+            at = send_on(schedule, layout, PASS_BACKWARD, chunk->first_layer - 1, m, chunk->stage,
+                         layout->chunk[c - 1].stage, at);
     }
 }
 

@@ -113,13 +113,13 @@ static int bench_sim(const char *folder, bool json) {
 
 /* ---- training ------------------------------------------------------------------------------------------ */
 
-struct training {
+struct training_bench {
     const char *model;
     int seq_len, sequences, threads, steps;
 };
 
 /* Seconds of the fastest whole step (forward, backward, clipping, AdamW) of the single-process reference. */
-static double fastest_step(const struct model *model, const struct training *training, double *loss) {
+static double fastest_step(const struct model *model, const struct training_bench *training, double *loss) {
     size_t count = (size_t)training->sequences * ((size_t)training->seq_len + 1);
     int *tokens = must_alloc(count * sizeof *tokens);
     struct rng rng = rng_seed(1);
@@ -140,7 +140,7 @@ static double fastest_step(const struct model *model, const struct training *tra
     return best;
 }
 
-static int bench_train(const struct training *training, bool json) {
+static int bench_train(const struct training_bench *training, bool json) {
     struct errors errors = {0};
     struct arena *arena = arena_new();
     struct model model = {0};
@@ -167,7 +167,7 @@ static int bench_train(const struct training *training, bool json) {
 static int run(int argc, char **argv) {
     const char *what = NULL, *folder = "experiments";
     bool json = false, helped;
-    struct training training = {.seq_len = 512, .sequences = 4, .threads = processor_count(), .steps = 5};
+    struct training_bench training = {.seq_len = 512, .sequences = 4, .threads = processor_count(), .steps = 5};
     const struct option_rule rules[] = {
         {"--json", NULL, NULL, &json},
         {"--experiments", &folder, NULL, NULL},

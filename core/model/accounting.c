@@ -6,15 +6,24 @@ sequence, H hidden, A = heads · head_dim, K = kv_heads · head_dim, E experts, 
 width of the shared experts or the dense feed-forward, V vocabulary.
 
 Traffic of element-wise kernels counts each tensor a kernel reads or writes once, in BF16 (2 bytes an element)
-unless said; what one matrix product reads and writes is part of its achieved rate. Biases and the addition of
-a gradient to the residual's are fused into the kernel beside them. Gradients of norm weights come out of the
-kernel that makes the input's gradient, so the weight pass has matrix products and bias sums alone.
+unless said (or in the model's dtype, where it is another one); what one matrix product reads and writes is
+part of its achieved rate. Biases and the addition of a gradient to the residual's are fused into the kernel
+beside them. Gradients of norm weights come out of the kernel that makes the input's gradient, so the weight
+pass has matrix products and bias sums alone.
 */
 #include "model/model.h"
 
-#define BF16 2.0
-#define FP32 4.0
 #define INDEX 4.0 /* bytes of an expert's number */
+
+double model_element_bytes(const struct model *model) {
+    static const double bytes[] = {2, 4, 8};
+    return bytes[model->dtype];
+}
+
+/* Of what is kept in FP32 beside BF16: logits, log-sum-exps, router weights. */
+double model_wide_bytes(const struct model *model) {
+    return model->dtype == DTYPE_FP64 ? 8 : 4;
+}
 
 /* ---- structure --------------------------------------------------------------------------------------- */
 
@@ -140,6 +149,7 @@ static double attention_gemm_flops(const struct model *model, int layer) {
 }
 
 static double attention_forward_bytes(const struct model *model, int layer) {
+    double element = model_element_bytes(model), wide = model_wide_bytes(model);
     double h = model->hidden, a = query_width(model), k = key_width(model), copies = model->moe.top_k;
     double elements = 2 * h                                          /* attention norm: x in, out */
                       + (model->attention.qk_norm ? 2 * (a + k) : 0) /* QK-norm: q, k in, out */
@@ -147,33 +157,35 @@ static double attention_forward_bytes(const struct model *model, int layer) {
                       + 3 * h  /* residual: x and attention in, sum out */
                       + 2 * h  /* feed-forward norm: in, out */
                       + 2 * h; /* second residual, fused with the sum of copies: h2 in, next x out */
-    if (!model_layer_is_moe(model, layer)) return BF16 * (elements + h); /* the feed-forward's output in */
-    elements += copies * h                                               /* the second residual's copies in */
+    if (!model_layer_is_moe(model, layer)) return element * (elements + h); /* the feed-forward's output in */
+    elements += copies * h        /* the second residual's copies in */
                 + h + copies * h; /* copies packed for dispatch: token in, copies out */
     double logits = router_matrices(model, layer) * model->moe.experts;
-    return BF16 * elements + FP32 * logits + (FP32 + INDEX) * copies; /* gate: logits in, top-k out */
+    return element * elements + wide * logits + (wide + INDEX) * copies; /* gate: logits in, top-k out */
 }
 
 static double attention_input_bytes(const struct model *model, int layer) {
+    double element = model_element_bytes(model), wide = model_wide_bytes(model);
     double h = model->hidden, a = query_width(model), k = key_width(model), copies = model->moe.top_k;
     double elements = 4 * h /* attention norm: x, dy, residual's gradient in, dx out */
                       + (model->attention.qk_norm ? 3 * (a + k) : 0) /* QK-norm: x, dy in, dx out */
                       + 2 * (a + k)                                  /* RoPE: in, out */
                       + 2 * a  /* rows' sums of output × its gradient */
                       + 4 * h; /* feed-forward norm: like the other */
-    if (!model_layer_is_moe(model, layer)) return BF16 * elements;
+    if (!model_layer_is_moe(model, layer)) return element * elements;
     elements += h + copies * h    /* the sum's gradient spread over the copies: in, out */
                 + copies * h + h; /* packing's gradient: copies in, sum out */
     double logits = router_matrices(model, layer) * model->moe.experts;
     /* Gate: logits, top-k and their gradients in, logits' gradients out. */
-    return BF16 * elements + 2 * FP32 * logits + (2 * FP32 + INDEX) * copies;
+    return element * elements + 2 * wide * logits + (2 * wide + INDEX) * copies;
 }
 
 /* Sums over tokens of the gradients of q, k, v, the output and the logits. */
 static double attention_weight_bytes(const struct model *model, int layer) {
+    double element = model_element_bytes(model), wide = model_wide_bytes(model);
     double bytes = 0;
-    if (model->attention.bias) bytes += BF16 * (query_width(model) + 2 * key_width(model) + model->hidden);
-    if (model->moe.bias) bytes += FP32 * router_matrices(model, layer) * model->moe.experts;
+    if (model->attention.bias) bytes += element * (query_width(model) + 2 * key_width(model) + model->hidden);
+    if (model->moe.bias) bytes += wide * router_matrices(model, layer) * model->moe.experts;
     return bytes;
 }
 
@@ -235,19 +247,20 @@ static double shared_elements(const struct model *model, int layer, enum work_pa
 /* A grouped product is one launch, however many experts a GPU has; none where it has none. */
 struct work model_ffn_work(const struct model *model, int layer, enum work_pass pass, double copies,
                            double tokens, double experts_here) {
+    double element = model_element_bytes(model), wide = model_wide_bytes(model);
     double h = model->hidden, width = shared_width(model, layer);
     bool weight = pass == WORK_BACKWARD_WEIGHT;
     struct work work = {0};
     if (model_layer_is_moe(model, layer) && experts_here > 0) {
         work.grouped_flops = 6 * h * model->moe.expert_hidden * copies; /* three matrices of H · D */
-        work.bytes = BF16 * copies * routed_elements(model, pass);
-        if (!weight) work.bytes += FP32 * copies; /* the router's weight in, or its gradient out */
+        work.bytes = element * copies * routed_elements(model, pass);
+        if (!weight) work.bytes += wide * copies; /* the router's weight in, or its gradient out */
         /* sort, gate-up, SwiGLU, down, sort back; or two products and their biases' sums */
         work.kernels = weight ? 2 + 2 * model->moe.bias : 5;
     }
     if (width > 0) {
         work.gemm_flops = 6 * h * width * tokens;
-        work.bytes += BF16 * tokens * shared_elements(model, layer, pass);
+        work.bytes += element * tokens * shared_elements(model, layer, pass);
         /* gate-up, SwiGLU, down; the addition beside routed experts */
         work.kernels += weight ? 2 + 2 * model->moe.bias : 3 + model_layer_is_moe(model, layer);
     }
@@ -258,12 +271,13 @@ struct work model_ffn_work(const struct model *model, int layer, enum work_pass 
 
 /* Forward copies a row a token. Backward adds the token's gradient to a row in FP32, and has no input. */
 struct work model_embed_work(const struct model *model, enum work_pass pass, double tokens) {
+    double element = model_element_bytes(model), wide = model_wide_bytes(model);
     double elements = tokens * model->hidden;
     switch (pass) {
     case WORK_FORWARD:
-        return (struct work){.bytes = elements * 2 * BF16, .kernels = 1};
+        return (struct work){.bytes = elements * 2 * element, .kernels = 1};
     case WORK_BACKWARD_WEIGHT:
-        return (struct work){.bytes = elements * (BF16 + 2 * FP32), .kernels = 1};
+        return (struct work){.bytes = elements * (element + 2 * wide), .kernels = 1};
     default:
         return (struct work){0};
     }
@@ -273,15 +287,16 @@ struct work model_embed_work(const struct model *model, enum work_pass pass, dou
    been multiplied into both gradients: head forward and backward follow one another chunk by chunk, so no
    product is done twice. */
 struct work model_head_work(const struct model *model, enum work_pass pass, double tokens) {
+    double element = model_element_bytes(model);
     double h = model->hidden, v = model->vocab;
     struct work work = {.gemm_flops = 2 * h * v * tokens, .kernels = 1};
     if (pass == WORK_FORWARD) {
-        work.bytes = BF16 * tokens *
+        work.bytes = element * tokens *
                      (2 * h     /* norm: in, out */
                       + 2 * v); /* logits out of the product, into the cross-entropy */
         work.kernels = 3;
     } else if (pass == WORK_BACKWARD_INPUT) {
-        work.bytes = BF16 * tokens *
+        work.bytes = element * tokens *
                      (2 * v     /* softmax minus target: logits in, gradient out in place */
                       + 3 * h); /* norm: x, dy in, dx out */
         work.kernels = 3;
@@ -303,54 +318,61 @@ double model_step_flops(const struct model *model, int seq_len) {
 /* ---- activations kept -------------------------------------------------------------------------------- */
 
 double model_hidden_bytes(const struct model *model) {
-    return BF16 * model->hidden;
+    double element = model_element_bytes(model);
+    return element * model->hidden;
 }
 
 double model_attention_activation_bytes(const struct model *model, int layer, enum recompute recompute) {
+    double element = model_element_bytes(model), wide = model_wide_bytes(model);
     if (recompute == RECOMPUTE_FULL) return 0;
     double h = model->hidden, a = query_width(model), k = key_width(model);
-    double bytes = BF16 * (a + 2 * k)              /* q, k (after RoPE), v */
-                   + BF16 * a                      /* output of core attention */
-                   + FP32 * model->attention.heads /* log-sum-exp of each head's scores */
-                   + BF16 * h;                     /* h2: residual after attention, input of the norm */
-    if (model->attention.qk_norm) bytes += BF16 * (a + k);  /* q, k before their norm */
-    if (recompute == RECOMPUTE_NONE) bytes += 2 * BF16 * h; /* both norms' outputs */
+    double bytes = element * (a + 2 * k)           /* q, k (after RoPE), v */
+                   + element * a                   /* output of core attention */
+                   + wide * model->attention.heads /* log-sum-exp of each head's scores */
+                   + element * h;                  /* h2: residual after attention, input of the norm */
+    if (model->attention.qk_norm) bytes += element * (a + k); /* q, k before their norm */
+    /* The norms' outputs; a dense layer makes the second one anew where it is needed. */
+    if (recompute == RECOMPUTE_NONE) bytes += (model_layer_is_moe(model, layer) ? 2 : 1) * element * h;
     if (model_layer_is_moe(model, layer))
-        bytes += FP32 * router_matrices(model, layer) * model->moe.experts /* logits */
-                 + (FP32 + INDEX) * model->moe.top_k;                      /* weights and experts chosen */
+        bytes += wide * router_matrices(model, layer) * model->moe.experts /* logits */
+                 + (wide + INDEX) * model->moe.top_k;                      /* weights and experts chosen */
     return bytes;
 }
 
 /* gate and up, and their product. The router's weight is applied to the product, so the expert's output is
    not needed for that weight's gradient. */
-static double swiglu_activation_bytes(double width, enum recompute recompute) {
-    return recompute == RECOMPUTE_FULL ? 0 : BF16 * width * (recompute == RECOMPUTE_SELECTIVE ? 2 : 3);
+static double swiglu_activation_bytes(const struct model *model, double width, enum recompute recompute) {
+    double element = model_element_bytes(model);
+    return recompute == RECOMPUTE_FULL ? 0 : element * width * (recompute == RECOMPUTE_SELECTIVE ? 2 : 3);
 }
 
 double model_expert_activation_bytes(const struct model *model, int layer, enum recompute recompute) {
     if (!model_layer_is_moe(model, layer)) return 0;
-    return swiglu_activation_bytes(model->moe.expert_hidden, recompute);
+    return swiglu_activation_bytes(model, model->moe.expert_hidden, recompute);
 }
 
 double model_shared_activation_bytes(const struct model *model, int layer, enum recompute recompute) {
-    return swiglu_activation_bytes(shared_width(model, layer), recompute);
+    return swiglu_activation_bytes(model, shared_width(model, layer), recompute);
 }
 
 /* Both norms again, in and out. */
 struct work model_attention_selective_work(const struct model *model, double tokens) {
-    return (struct work){.bytes = BF16 * tokens * 4 * model->hidden, .kernels = 2};
+    double element = model_element_bytes(model);
+    return (struct work){.bytes = element * tokens * 4 * model->hidden, .kernels = 2};
 }
 
 /* The SwiGLU products again. */
 struct work model_ffn_selective_work(const struct model *model, int layer, double copies, double tokens) {
+    double element = model_element_bytes(model), wide = model_wide_bytes(model);
     struct work work = {0};
     double width = shared_width(model, layer);
     if (model_layer_is_moe(model, layer)) {
-        work.bytes = BF16 * copies * swiglu_elements(WORK_FORWARD, model->moe.expert_hidden) + FP32 * copies;
+        work.bytes =
+            element * copies * swiglu_elements(WORK_FORWARD, model->moe.expert_hidden) + wide * copies;
         work.kernels = 1;
     }
     if (width > 0) {
-        work.bytes += BF16 * tokens * swiglu_elements(WORK_FORWARD, width);
+        work.bytes += element * tokens * swiglu_elements(WORK_FORWARD, width);
         work.kernels += 1;
     }
     return work;

@@ -71,6 +71,7 @@ bool model_read(struct json value, struct model *model) {
         INT_FIELD("layers", offsetof(struct top, model.layers), true, 1, MOST_LAYERS),
         INT_FIELD("hidden", offsetof(struct top, model.hidden), true, 1, MOST_WIDTH),
         INT_FIELD("vocab", offsetof(struct top, model.vocab), true, 1, MOST_VOCAB),
+        {"dtype", JSON_CHOICE, offsetof(struct top, model.dtype), false, 0, 0, DTYPE_CHOICES},
         REAL_FIELD("norm_eps", offsetof(struct top, model.norm_eps), 0, 1),
         BOOL_FIELD("tie_embeddings", offsetof(struct top, model.tie_embeddings)),
         {"attention", JSON_VALUE, offsetof(struct top, attention), true, 0, 0, NULL},
@@ -182,6 +183,7 @@ cJSON *model_write(const struct model *model) {
     cJSON *object = cJSON_CreateObject();
     cJSON_AddStringToObject(object, "name", model->name);
     cJSON_AddStringToObject(object, "source", model->source);
+    if (model->dtype != DTYPE_BF16) add_choice(object, "dtype", DTYPE_CHOICES, model->dtype);
     json_add_number(object, "layers", model->layers);
     json_add_number(object, "hidden", model->hidden);
     json_add_number(object, "vocab", model->vocab);

@@ -23,9 +23,13 @@ enum activation_function { ACTIVATION_SWIGLU, ACTIVATION_SWIGLU_CLAMPED };
 enum window_layers { WINDOW_NONE, WINDOW_ALL, WINDOW_EVEN, WINDOW_ODD }; /* even: layers 0, 2, 4, … */
 #define WINDOW_CHOICES "none|all|even|odd"
 
+enum dtype { DTYPE_BF16, DTYPE_FP32, DTYPE_FP64 };
+#define DTYPE_CHOICES "bf16|fp32|fp64"
+
 struct model {
     const char *name;
     const char *source;
+    int dtype; /* of weights, activations and messages */
     int layers, hidden, vocab;
     double norm_eps;
     bool tie_embeddings;
@@ -61,6 +65,10 @@ cJSON *model_write(const struct model *model);
 /* A HuggingFace config.json of Qwen3-MoE, GPT-OSS, DeepSeek-MoE or Mixtral → a model. A key that changes the
    mathematics and cannot be represented is an error that names it. */
 bool model_import(struct json config, struct model *model);
+
+/* Bytes of an element of the dtype, and of what is kept wider beside BF16: logits, master weights, … */
+double model_element_bytes(const struct model *model);
+double model_wide_bytes(const struct model *model);
 
 /* ---- structure --------------------------------------------------------------------------------------- */
 
@@ -120,7 +128,7 @@ struct work model_head_work(const struct model *model, enum work_pass pass, doub
    counts (core attention backward as twice its forward). */
 double model_step_flops(const struct model *model, int seq_len);
 
-/* ---- activations kept for backward, BF16 unless said ------------------------------------------------- */
+/* ---- activations kept for backward -------------------------------------------------------------------- */
 
 enum recompute { RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL };
 #define RECOMPUTE_CHOICES "none|selective|full"

@@ -44,9 +44,17 @@ static int compute(struct schedule *schedule, const struct block *block, enum ki
     return op;
 }
 
+static int keep(struct schedule *schedule, const struct block *block, enum role role, int group, int producer,
+                double bytes) {
+    int activation = schedule_keep(schedule, group, producer, bytes);
+    schedule_role(schedule, role, block->layer, block->micro_batch);
+    return activation;
+}
+
 /* Memory that only one operation or the way to the next one needs. */
-static void keep_until(struct schedule *schedule, int group, int producer, int last, double bytes) {
-    schedule_release(schedule, schedule_keep(schedule, group, producer, bytes), last);
+static void keep_until(struct schedule *schedule, const struct block *block, enum role role, int group,
+                       int producer, int last, double bytes) {
+    schedule_release(schedule, keep(schedule, block, role, group, producer, bytes), last);
 }
 
 int block_forward(struct schedule *schedule, struct block *block, int input) {
@@ -67,27 +75,29 @@ int block_forward(struct schedule *schedule, struct block *block, int input) {
         combine = transfer(schedule, block, KIND_COMBINE, PASS_FORWARD, place.ffn, place.next, ffn);
     block->forward_last = schedule->op_count;
 
-    block->input_activation =
-        schedule_keep(schedule, place.attention, input >= 0 ? input : attention, memory->layer_input);
+    block->input_activation = keep(schedule, block, ROLE_LAYER_INPUT, place.attention,
+                                   input >= 0 ? input : attention, memory->layer_input);
     block->attention_activation = block->expert_activation = block->ffn_activation = -1; /* until kept */
     if (full) {
-        keep_until(schedule, place.attention, attention, attention, memory->full_attention);
-        keep_until(schedule, place.attention, attention, dispatch,
-                   memory->layer_input); /* what dispatch sends */
+        keep_until(schedule, block, ROLE_ATTENTION, place.attention, attention, attention,
+                   memory->full_attention);
+        keep_until(schedule, block, ROLE_SENT, place.attention, attention, dispatch, memory->layer_input);
     } else {
-        block->attention_activation = schedule_keep(schedule, place.attention, attention, memory->attention);
+        block->attention_activation =
+            keep(schedule, block, ROLE_ATTENTION, place.attention, attention, memory->attention);
     }
     /* A full recomputation drops the copies too; a dense layer in place has them in h. */
     if (transfers && !resend && !full)
-        block->expert_activation = schedule_keep(schedule, place.ffn, dispatch, memory->expert_input);
+        block->expert_activation =
+            keep(schedule, block, ROLE_EXPERT_INPUT, place.ffn, dispatch, memory->expert_input);
     else if (transfers)
-        keep_until(schedule, place.ffn, dispatch, ffn, memory->expert_input);
+        keep_until(schedule, block, ROLE_EXPERT_INPUT, place.ffn, dispatch, ffn, memory->expert_input);
     if (full)
-        keep_until(schedule, place.ffn, ffn, ffn, memory->full_ffn);
+        keep_until(schedule, block, ROLE_FFN, place.ffn, ffn, ffn, memory->full_ffn);
     else
-        block->ffn_activation = schedule_keep(schedule, place.ffn, ffn, memory->ffn);
+        block->ffn_activation = keep(schedule, block, ROLE_FFN, place.ffn, ffn, memory->ffn);
     if (transfers)
-        keep_until(schedule, place.ffn, ffn, combine, memory->expert_input); /* the experts' outputs */
+        keep_until(schedule, block, ROLE_EXPERT_OUTPUT, place.ffn, ffn, combine, memory->expert_input);
     return combine;
 }
 
@@ -104,21 +114,23 @@ static int restore(struct schedule *schedule, struct block *block, int gradient,
     if (full) {
         *attention = ready = compute(schedule, block, KIND_ATTENTION, PASS_RECOMPUTE,
                                      block->cost->attention[PASS_RECOMPUTE], gradient);
-        block->attention_activation = schedule_keep(schedule, place.attention, ready, memory->full_attention);
+        block->attention_activation =
+            keep(schedule, block, ROLE_ATTENTION, place.attention, ready, memory->full_attention);
         schedule_reads(schedule, block->input_activation, ready);
     }
     bool again = transfers && (full || levers.expert_input == INPUT_RESEND);
     if (again) {
         ready = transfer(schedule, block, KIND_DISPATCH, PASS_RECOMPUTE, place.attention, place.ffn, ready);
         schedule_reads(schedule, block->attention_activation, ready);
-        block->expert_activation = schedule_keep(schedule, place.ffn, ready, memory->expert_input);
+        block->expert_activation =
+            keep(schedule, block, ROLE_EXPERT_INPUT, place.ffn, ready, memory->expert_input);
     }
     if (!full) return again ? ready : -1;
     ready = compute(schedule, block, KIND_FFN, PASS_RECOMPUTE, block->cost->ffn[PASS_RECOMPUTE], ready);
-    block->ffn_activation = schedule_keep(schedule, place.ffn, ready, memory->full_ffn);
+    block->ffn_activation = keep(schedule, block, ROLE_FFN, place.ffn, ready, memory->full_ffn);
     if (transfers && place.attention == place.next) {
         int combine = transfer(schedule, block, KIND_COMBINE, PASS_RECOMPUTE, place.ffn, place.next, ready);
-        keep_until(schedule, place.ffn, ready, combine, memory->expert_input);
+        keep_until(schedule, block, ROLE_EXPERT_OUTPUT, place.ffn, ready, combine, memory->expert_input);
         ready = combine;
     }
     return ready;
@@ -160,13 +172,16 @@ int block_backward(struct schedule *schedule, struct block *block, int gradient)
     block->ffn_backward = ffn;
 
     if (transfers) {
-        keep_until(schedule, place.ffn, delivered, ffn, memory->expert_input); /* gradient of the outputs */
-        keep_until(schedule, place.ffn, ffn, returned, memory->expert_input);  /* gradient of the inputs */
+        keep_until(schedule, block, ROLE_OUTPUT_GRADIENT, place.ffn, delivered, ffn, memory->expert_input);
+        keep_until(schedule, block, ROLE_INPUT_GRADIENT, place.ffn, ffn, returned, memory->expert_input);
     }
-    keep_until(schedule, place.attention, returned, attention, memory->layer_input);
+    keep_until(schedule, block, ROLE_MIDDLE_GRADIENT, place.attention, returned, attention,
+               memory->layer_input);
     if (selective) { /* what selective dropped comes back for as long as the pass needs it */
-        keep_until(schedule, place.ffn, arrived, ffn, memory->full_ffn - memory->ffn);
-        keep_until(schedule, place.attention, back, attention, memory->full_attention - memory->attention);
+        keep_until(schedule, block, ROLE_RESTORED_FFN, place.ffn, arrived, ffn,
+                   memory->full_ffn - memory->ffn);
+        keep_until(schedule, block, ROLE_RESTORED_ATTENTION, place.attention, back, attention,
+                   memory->full_attention - memory->attention);
     }
     schedule_release(schedule, block->input_activation, attention);
     schedule_release(schedule, block->attention_activation, attention);
@@ -181,7 +196,8 @@ int plan_add_head(struct schedule *schedule, int group, int micro_batch, int arr
     schedule_after(schedule, arrived);
     int backward = schedule_compute(schedule, KIND_HEAD, PASS_BACKWARD, -1, micro_batch, group, seconds[1]);
     schedule_after(schedule, forward);
-    keep_until(schedule, group, arrived, backward, input_bytes);
+    schedule_release(schedule, schedule_keep(schedule, group, arrived, input_bytes), backward);
+    schedule_role(schedule, ROLE_HEAD_INPUT, schedule->layers, micro_batch);
     return backward;
 }
 

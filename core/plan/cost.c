@@ -29,11 +29,6 @@ static double tokens_per_gpu(const struct plan *plan) {
 
 /* ---- routing ----------------------------------------------------------------------------------------- */
 
-/* Experts in order; where they do not divide, some GPUs hold one more. */
-static int first_expert(int experts, int gpus, int gpu) {
-    return (int)((int64_t)experts * gpu / gpus);
-}
-
 /* Shares of all copies that each of `gpus` GPUs receives; they sum to less than 1 where a capacity factor
  * drops some. */
 static void expert_shares(const struct plan *plan, int gpus, double *shares) {
@@ -42,8 +37,8 @@ static void expert_shares(const struct plan *plan, int gpus, double *shares) {
         model->moe.capacity_factor > 0 ? model->moe.capacity_factor / model->moe.experts : INFINITY;
     for (int gpu = 0; gpu < gpus; gpu++) {
         shares[gpu] = 0;
-        int end = first_expert(model->moe.experts, gpus, gpu + 1);
-        for (int expert = first_expert(model->moe.experts, gpus, gpu); expert < end; expert++)
+        int end = plan_first_expert(model->moe.experts, gpus, gpu + 1);
+        for (int expert = plan_first_expert(model->moe.experts, gpus, gpu); expert < end; expert++)
             shares[gpu] += fmin(plan->point->routing.share[expert], limit);
     }
 }
@@ -56,7 +51,8 @@ static double busiest_share(const struct plan *plan, int gpus, double *experts) 
         if (shares[gpu] > busiest) {
             int count = plan->point->model->moe.experts;
             busiest = shares[gpu];
-            if (experts) *experts = first_expert(count, gpus, gpu + 1) - first_expert(count, gpus, gpu);
+            if (experts)
+                *experts = plan_first_expert(count, gpus, gpu + 1) - plan_first_expert(count, gpus, gpu);
         }
     free(shares);
     return busiest;
@@ -193,21 +189,25 @@ double plan_head_cost(const struct plan *plan, enum pass pass, double tokens, do
 /* ---- parameters, gradients, optimizer ---------------------------------------------------------------- */
 
 static double gradient_bytes(const struct plan *plan) {
-    return plan->memory.grads == PRECISION_BF16 ? 2 : 4;
+    return plan->memory.grads == PRECISION_BF16 ? 2 : model_wide_bytes(plan->point->model);
 }
 
 static double moment_bytes(const struct plan *plan) /* both moments of one parameter */
 {
-    return plan->memory.moments == PRECISION_BF16 ? 4 : 8;
+    return plan->memory.moments == PRECISION_BF16 ? 4 : 2 * model_wide_bytes(plan->point->model);
+}
+
+/* A BF16 weight has an FP32 master; a wider one is its own. */
+static double master_bytes(const struct plan *plan) {
+    return plan->point->model->dtype == DTYPE_BF16 ? 4 : 0;
 }
 
 double plan_static_bytes(const struct plan *plan, const struct shard *shards, int count) {
-    double bytes = 0;
+    double bytes = 0, weight = model_element_bytes(plan->point->model);
     for (int i = 0; i < count; i++) {
-        double optimizer =
-            plan->memory.offload ? 0 : 4 + moment_bytes(plan); /* FP32 master weight, moments */
+        double optimizer = plan->memory.offload ? 0 : master_bytes(plan) + moment_bytes(plan);
         if (plan->memory.zero >= 1) optimizer /= shards[i].count;
-        bytes += shards[i].parameters * (2 + gradient_bytes(plan) + optimizer); /* 2: BF16 weight */
+        bytes += shards[i].parameters * (weight + gradient_bytes(plan) + optimizer);
     }
     return bytes;
 }
@@ -217,7 +217,7 @@ struct step_end plan_step_end(const struct plan *plan, const struct shard *shard
     if (table) return (struct step_end){table->grad_sync_s, table->param_gather_s, table->optimizer_s, 0, 0};
     const struct cluster *cluster = plan->point->cluster;
     struct step_end end = {0};
-    double updated = 0;
+    double updated = 0, weight = model_element_bytes(plan->point->model);
     for (int i = 0; i < count; i++) {
         double grads = shards[i].parameters * gradient_bytes(plan);
         bool sharded = plan->memory.zero >= 1 && shards[i].count > 1;
@@ -225,18 +225,20 @@ struct step_end plan_step_end(const struct plan *plan, const struct shard *shard
         end.grad_sync += sharded ? half : 2 * half; /* reduce-scatter alone, or with the all-gather */
         if (shards[i].count > 1) end.sync_bytes += (sharded ? 1 : 2) * grads;
         if (sharded) {
-            end.param_gather +=
-                cluster_reduce_seconds(cluster, shards[i].gpus, shards[i].count, 2 * shards[i].parameters);
-            end.gather_bytes += 2 * shards[i].parameters;
+            end.param_gather += cluster_reduce_seconds(cluster, shards[i].gpus, shards[i].count,
+                                                       weight * shards[i].parameters);
+            end.gather_bytes += weight * shards[i].parameters;
         }
         updated += shards[i].parameters / (sharded ? shards[i].count : 1);
     }
-    /* AdamW reads gradient, master weight and moments, writes master weight, moments and BF16 weight. */
-    double traffic = updated * (gradient_bytes(plan) + 2 * (4 + moment_bytes(plan)) + 2);
+    /* AdamW reads gradient, master weight and moments, writes master weight, moments and weight. */
+    double master = fmax(master_bytes(plan), weight);
+    double written = master_bytes(plan) > 0 ? weight : 0;
+    double traffic = updated * (gradient_bytes(plan) + 2 * (master + moment_bytes(plan)) + written);
     end.optimizer = traffic / cluster->rates[RATE_HBM] + cluster->rates[RATE_KERNEL_LAUNCH];
     if (plan->memory.offload) { /* gradients down, weights up and the update itself run bucket by bucket,
                                    overlapped */
-        double copy = updated * fmax(gradient_bytes(plan), 2) / cluster->rates[RATE_HOST_COPY];
+        double copy = updated * fmax(gradient_bytes(plan), weight) / cluster->rates[RATE_HOST_COPY];
         end.optimizer = fmax(copy, updated / cluster->rates[RATE_HOST_ADAM]);
     }
     return end;

@@ -69,6 +69,41 @@ static bool read_order(struct json value, struct order *order) {
     return true;
 }
 
+#define TRAIN_REAL(name, max)                                                                                \
+    { #name, JSON_REAL, offsetof(struct training, name), false, 0, max, NULL }
+
+/* Defaults are those of the GPT-3 and DeepSeek papers' AdamW, and a rate that suits small models. */
+static struct training read_training(struct json value, const char *manifest) {
+    static const struct json_field fields[] = {
+        {"steps", JSON_INT, offsetof(struct training, steps), false, 1, 1 << 30, NULL},
+        {"data", JSON_TEXT, offsetof(struct training, data), false, 0, 0, NULL},
+        {"forced_routing", JSON_BOOL, offsetof(struct training, forced_routing), false, 0, 0, NULL},
+        {"warmup_steps", JSON_INT, offsetof(struct training, warmup_steps), false, 0, 1 << 30, NULL},
+        {"decay_steps", JSON_INT, offsetof(struct training, decay_steps), false, 1, 1 << 30, NULL},
+        TRAIN_REAL(learning_rate, 1e30),
+        TRAIN_REAL(final_learning_rate, 1e30),
+        TRAIN_REAL(beta1, 0.999999),
+        TRAIN_REAL(beta2, 0.999999),
+        TRAIN_REAL(epsilon, 1),
+        TRAIN_REAL(weight_decay, 1e6),
+        TRAIN_REAL(clip, 1e30),
+    };
+    struct training training = {.steps = 10,
+                                .data = "markov",
+                                .learning_rate = 3e-3,
+                                .final_learning_rate = 3e-4,
+                                .warmup_steps = 10,
+                                .beta1 = 0.9,
+                                .beta2 = 0.95,
+                                .epsilon = 1e-8,
+                                .weight_decay = 0.1,
+                                .clip = 1};
+    if (value.node) json_read_fields(value, fields, COUNT(fields), &training);
+    if (strcmp(training.data, "markov") != 0)
+        training.data = path_beside(value.arena, manifest, training.data);
+    return training;
+}
+
 #define COST_FIELD(name)                                                                                     \
     { #name, JSON_REAL, offsetof(struct cost_table, name), false, 0, 1e9, NULL }
 
@@ -140,7 +175,7 @@ static void read_routing(struct json value, const char *manifest, int experts, s
 
 struct raw_point {
     struct point point;
-    struct json model, cluster, systems, parallel, memory, order, placement, routing, costs, sweep;
+    struct json model, cluster, systems, parallel, memory, order, placement, routing, costs, train, sweep;
     const char *name;
 };
 
@@ -196,6 +231,7 @@ static bool read_point(struct json manifest, const char *label, struct point *po
         RAW(routing, false),
         POINT_INT(seed, false, 0, 2147483647),
         RAW(costs, false),
+        RAW(train, false),
         RAW(sweep, false)};
     int before = manifest.errors->count;
     struct raw_point raw = {.point = {.micro_batch_size = 1, .seed = 1}, .name = "unnamed"};
@@ -230,6 +266,8 @@ static bool read_point(struct json manifest, const char *label, struct point *po
     raw.routing.arena = manifest.arena;
     if (model) read_routing(raw.routing, manifest.file, point->model->moe.experts, &point->routing);
     point->table = read_costs(raw.costs);
+    raw.train.arena = manifest.arena;
+    point->training = read_training(raw.train, manifest.file);
     if (point->table) point->auto_memory = false; /* memory is not enforced then */
     return manifest.errors->count == before;
 }

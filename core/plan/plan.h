@@ -62,6 +62,17 @@ struct routing {
     double *share;
 };
 
+/* What a real run needs beyond the plan. */
+struct training {
+    int steps;
+    const char *data;    /* "markov" or a text file, from the manifest's folder */
+    bool forced_routing; /* experts are chosen by the manifest's routing, not by the router */
+    double learning_rate, final_learning_rate;
+    int warmup_steps;
+    int decay_steps; /* of the cosine; 0: steps */
+    double beta1, beta2, epsilon, weight_decay, clip;
+};
+
 /* ---- points ------------------------------------------------------------------------------------------ */
 
 struct point {
@@ -80,6 +91,7 @@ struct point {
     struct routing routing;
     int seed;
     struct cost_table *table; /* NULL: the cost model */
+    struct training training;
     const char *label; /* "seq_len=4096 cluster.nodes=8": the sweep's values here; "" without a sweep */
 };
 
@@ -145,6 +157,12 @@ struct layer_cost {
 struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sides sides);
 double plan_embed_cost(const struct plan *plan, enum pass pass, double tokens_per_gpu, double slowest);
 double plan_head_cost(const struct plan *plan, enum pass pass, double tokens_per_gpu, double slowest);
+
+/* First expert that GPU number `gpu` of `gpus` holds. Experts in order; where they do not divide, some GPUs
+   hold one more. */
+static inline int plan_first_expert(int experts, int gpus, int gpu) {
+    return (int)((int64_t)experts * gpu / gpus);
+}
 
 /* What a GPU holds of the parameters: some are replicated over a set of GPUs that reduce their gradients. */
 struct shard {

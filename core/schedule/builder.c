@@ -108,9 +108,20 @@ int schedule_keep(struct schedule *schedule, int group, int producer, double byt
     assert(producer >= 0 && producer < schedule->op_count && bytes >= 0);
     schedule->activations = grown(schedule->activations, schedule->activation_count,
                                   &schedule->activation_capacity, sizeof *schedule->activations);
-    schedule->activations[schedule->activation_count] =
-        (struct activation){.group = group, .producer = producer, .freed_by = producer, .bytes = bytes};
+    schedule->activations[schedule->activation_count] = (struct activation){.group = group,
+                                                                            .producer = producer,
+                                                                            .freed_by = producer,
+                                                                            .bytes = bytes,
+                                                                            .layer = -1,
+                                                                            .micro_batch = -1};
     return schedule->activation_count++;
+}
+
+void schedule_role(struct schedule *schedule, enum role role, int layer, int micro_batch) {
+    struct activation *activation = &schedule->activations[schedule->activation_count - 1];
+    activation->role = (uint8_t)role;
+    activation->layer = layer;
+    activation->micro_batch = micro_batch;
 }
 
 void schedule_reads(struct schedule *schedule, int activation, int op) {

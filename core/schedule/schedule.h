@@ -46,8 +46,9 @@ struct operation {
     uint8_t kind, pass;
     uint8_t lane_count;
     int16_t chunk, chunks; /* token chunk: 0 of 1 when not chunked */
-    int layer;             /* −1 where it belongs to no layer (optimizer, …) */
-    int micro_batch;       /* −1 likewise */
+    int layer; /* −1 where it belongs to no layer (optimizer, …); of p2p, the layer whose output, or the
+                  gradient of it, is sent */
+    int micro_batch; /* −1 likewise */
     int lanes[MAX_LANES];
     int first_dep, dep_count; /* in schedule.deps */
     int64_t priority;         /* smaller goes first, on lanes without a given order */
@@ -61,10 +62,30 @@ struct group {
     double static_bytes; /* parameters, gradients, optimizer state of a GPU */
 };
 
+/* What an activation holds: an executor finds its buffers by it. T tokens, H hidden; copies as received. */
+enum role {
+    ROLE_OTHER,
+    ROLE_LAYER_INPUT,        /* residual stream (T, H) that enters the layer */
+    ROLE_ATTENTION,          /* attention's internals */
+    ROLE_SENT,               /* what dispatch sends (T, H), where the internals are dropped before it */
+    ROLE_EXPERT_INPUT,       /* copies received (copies, H) */
+    ROLE_FFN,                /* the feed-forward part's internals */
+    ROLE_EXPERT_OUTPUT,      /* (copies, H), until combine has sent them */
+    ROLE_OUTPUT_GRADIENT,    /* of the copies' outputs (copies, H) */
+    ROLE_INPUT_GRADIENT,     /* of the copies (copies, H), until dispatch's backward has sent them */
+    ROLE_MIDDLE_GRADIENT,    /* of what dispatch sent (T, H) */
+    ROLE_RESTORED_FFN,       /* internals that selective recomputation made again */
+    ROLE_RESTORED_ATTENTION, /* likewise */
+    ROLE_HEAD_INPUT,         /* final residual stream; its layer is the number of layers */
+    ROLE_COUNT
+};
+
 struct activation {
     int group;
     int producer, freed_by; /* operations */
     double bytes;           /* on each GPU of the group */
+    uint8_t role;
+    int layer, micro_batch;
 };
 
 struct lane {
@@ -120,6 +141,8 @@ void schedule_priority(struct schedule *schedule, int64_t priority);
 /* Memory on each GPU of `group` from `producer` on; returns the activation's id. 0 bytes are recorded as
  * well. */
 int schedule_keep(struct schedule *schedule, int group, int producer, double bytes);
+/* What the activation added last is, of which layer and micro-batch; ROLE_OTHER of none until said. */
+void schedule_role(struct schedule *schedule, enum role role, int layer, int micro_batch);
 void schedule_reads(struct schedule *schedule, int activation, int op);
 void schedule_release(struct schedule *schedule, int activation, int op); /* reads it, then frees it */
 
