@@ -1,7 +1,7 @@
 /*
 Each layer against a naive version or finite differences; the split blocks, put together as a distributed run
-would, against the reference; edge cases: odd sizes, windows, sinks, experts without rows, products without
-rows.
+would, against the reference; forced choices; edge cases: odd sizes, windows, sinks, experts without rows,
+products without rows, logits that are no numbers.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -222,7 +222,7 @@ struct router_test {
 static void route_tokens(struct router_test *test, const struct model *model, int sequences) {
     struct context context = {0};
     test->route = (struct route){test->logits, test->ids, test->weights, test->kept};
-    route_forward(&context, model, &test->route, sequences, 12 / sequences);
+    route_forward(&context, model, &test->route, NULL, 0, sequences, 12 / sequences);
 }
 
 /* All tokens prefer expert 0, then expert 3. */
@@ -277,6 +277,105 @@ static void auxiliary_losses(void **state) {
     struct route_losses both = route_losses(&model, &test.route, 2, 6);
     struct route_losses a = route_losses(&model, &test.route, 1, 6), b = route_losses(&model, &second, 1, 6);
     assert_true(fabs(both.aux - a.aux - b.aux) < 1e-6 && fabs(both.z - a.z - b.z) < 1e-5);
+}
+
+static void assert_valid_choice(const int *ids, const struct model *model) {
+    for (int k = 0; k < model->moe.top_k; k++) {
+        assert_in_range(ids[k], 0, model->moe.experts - 1);
+        for (int other = 0; other < k; other++) assert_int_not_equal(ids[k], ids[other]);
+    }
+}
+
+/* Logits that are not numbers choose some experts, but never one twice or one that is not there. */
+static void damaged_logits(void **state) {
+    (void)state;
+    const floatX values[] = {0, 1, (floatX)NAN, (floatX)INFINITY, (floatX)-INFINITY};
+    struct model model = small_model();
+    struct rng rng = rng_seed(2);
+    for (int round = 0; round < 300; round++) {
+        struct router_test test;
+        int ids[12 * 6];
+        floatX weights[12 * 6], p = (floatX)NAN;
+        unsigned char kept[12 * 6];
+        for (int i = 0; i < 72; i++) ids[i] = -1, test.logits[i] = round ? values[rng_below(&rng, 5)] : p;
+        test.route = (struct route){test.logits, ids, weights, kept};
+        model.moe.top_k = round % 6 + 1;
+        model.moe.renormalise = round % 2;
+        model.moe.capacity_factor = round % 3 ? 0 : 0.7;
+        struct context context = {0};
+        route_forward(&context, &model, &test.route, NULL, 0, 2, 6);
+        for (int t = 0; t < 12; t++) assert_valid_choice(ids + t * model.moe.top_k, &model);
+    }
+}
+
+/* ---- forced routing ---------------------------------------------------------------------------------- */
+
+/* rate (E) = min(1, c · share) with c such that they sum to K, by bisection. */
+static void expected_rates(double *rate, const double *share, int experts, int top_k) {
+    double low = 1e-9, high = 1e30;
+    for (int i = 0; i < 200; i++) {
+        double middle = sqrt(low * high), sum = 0;
+        for (int e = 0; e < experts; e++) sum += rate[e] = fmin(1, middle * share[e]);
+        *(sum < top_k ? &low : &high) = middle;
+    }
+}
+
+/* Every sequence of every layer: copies, first choices, and copies of the first third of the positions. */
+static void check_forced(int experts, int top_k, int seq_len, const double *share, const double *rate) {
+    struct model model = small_model();
+    model.moe.experts = experts, model.moe.top_k = top_k;
+    struct arena *arena = arena_new();
+    struct context context = {.workers = workers_new(2)};
+    struct forced_routing *forced = forced_routing_new(arena, &model, share, seq_len);
+    size_t copies = 2 * (size_t)seq_len * top_k;
+    floatX *logits = randoms(2 * (size_t)seq_len * experts, 1), *weights = randoms(copies, 2);
+    int *ids = must_alloc(copies * sizeof *ids);
+    struct route route = {logits, ids, weights, must_alloc(copies)};
+    for (int layer = 0; layer < 3; layer++) {
+        route_forward(&context, &model, &route, forced, layer, 2, seq_len);
+        for (int s = 0; s < 2; s++) {
+            int all[512] = {0}, first[512] = {0}, third[512] = {0};
+            for (int t = 0; t < seq_len; t++) {
+                const int *chosen = ids + ((size_t)s * seq_len + t) * top_k;
+                assert_valid_choice(chosen, &model);
+                first[chosen[0]]++;
+                for (int k = 0; k < top_k; k++) all[chosen[k]]++, third[chosen[k]] += t < seq_len / 3;
+            }
+            for (int e = 0; e < experts; e++) {
+                assert_true(fabs(all[e] - rate[e] * seq_len) < 1 - 1e-9);
+                assert_true(fabs(first[e] - (double)all[e] / top_k) < 2);
+                assert_true(fabs(third[e] - rate[e] * (seq_len / 3)) < 4 + seq_len / 100);
+                assert_true(rate[e] > 0 || !all[e]);
+            }
+        }
+    }
+    for (size_t c = 0; c < copies; c++) assert_true(route.kept[c] && weights[c] > 0 && weights[c] <= 1);
+    free(logits), free(weights), free(ids), free(route.kept);
+    context_free(&context);
+    workers_free(context.workers);
+    arena_free(arena);
+}
+
+static void forced_shares(void **state) {
+    (void)state;
+    static const int sizes[][3] = {{1, 1, 1},   {2, 1, 1},    {6, 2, 9},    {5, 5, 7},      {8, 1, 30},
+                                   {16, 4, 64}, {49, 49, 50}, {64, 6, 333}, {128, 8, 1024}, {384, 8, 250}};
+    static const double exponents[] = {0, 0.5, 1, 3, 10};
+    double share[512], rate[512];
+    for (size_t i = 0; i < COUNT(sizes); i++)
+        for (size_t j = 0; j < COUNT(exponents); j++) {
+            int experts = sizes[i][0], top_k = sizes[i][1];
+            for (int e = 0; e < experts; e++) share[e] = pow(e + 1, -exponents[j]);
+            expected_rates(rate, share, experts, top_k);
+            check_forced(experts, top_k, sizes[i][2], share, rate);
+            for (int e = 0; e < experts / 2 && experts >= 4 * top_k; e++) share[2 * e + 1] = 0;
+            expected_rates(rate, share, experts, top_k);
+            check_forced(experts, top_k, sizes[i][2], share, rate);
+        }
+    /* one takes every token, another none; one takes more than it can; fewer than K take any */
+    check_forced(4, 2, 10, (double[]){0.2, 0.5, 0, 0.3}, (double[]){0.4, 1, 0, 0.6});
+    check_forced(4, 2, 10, (double[]){0.1, 0.7, 0, 0.2}, (double[]){1.0 / 3, 1, 0, 2.0 / 3});
+    check_forced(5, 2, 12, (double[]){0, 0, 1, 0, 0}, (double[]){0.25, 0.25, 1, 0.25, 0.25});
 }
 
 static void noise_by_token(void **state) {
@@ -369,7 +468,12 @@ static void head_in_chunks(void **state) {
 
 /* ---- blocks, put together as a distributed run does, against the reference --------------------------- */
 
-enum { SEQUENCES = 3, SEQ_LEN = 9, RANKS = 2 };
+enum { SEQUENCES = 3, SEQ_LEN = 9 };
+/* Two ranks of experts, and the token's own rank, which has a part only in the pipelined form. */
+enum { LOCAL = 2, PARTS = 3 };
+/* What is left of a layer between its passes: all; what selective keeps, with the rest made anew within the
+   backward pass or restored ahead of it; nothing, with forward run again. */
+enum keeping { KEEP_ALL, KEEP_SELECTED, KEEP_RESTORED, KEEP_NOTHING };
 
 struct run {
     struct arena *arena;
@@ -378,109 +482,153 @@ struct run {
     floatX *values, *gradients;
     struct rope rope;
     struct context context;
-    enum recompute recompute;
+    const struct forced_routing *forced;
+    enum keeping keeping;
+    bool pipelined; /* residual and shared experts stay at home; else they go with a token's first copy */
 };
-/* One micro-batch (a sequence) at one layer: what the attention side and each expert rank keep. */
+/* One micro-batch (a sequence) at one layer: what the attention side and each part keep. */
 struct layer_state {
     struct attention_block attention;
     struct attention_part part;
     struct attention_kept kept;
     struct attention_pending pending;
+    int layer;
     floatX *input;
-    struct expert_block block[RANKS];
-    struct expert_part expert_part[RANKS];
-    struct expert_kept expert_kept[RANKS];
-    struct expert_pending expert_pending[RANKS];
-    floatX *rows[RANKS];
-    int *copy[RANKS]; /* of each row: t · K + k, or token where it has no expert */
+    struct expert_block block[PARTS];
+    struct expert_part expert_part[PARTS];
+    struct expert_kept expert_kept[PARTS];
+    struct expert_pending expert_pending[PARTS];
+    floatX *rows[PARTS];
+    int *copy[PARTS]; /* of each row: t · K + k, or t · K where it has no expert */
 };
 
 static void *take(struct run *run, size_t bytes) {
     return arena_alloc(run->arena, bytes + 64);
 }
 static void *take_aligned(struct run *run, size_t bytes) {
+    if (!bytes) return NULL;
     return (void *)(((uintptr_t)arena_alloc(run->arena, bytes + 128) + 63) / 64 * 64);
 }
 
-/* Expert ranks: the first half of the experts, and the rest. A dense layer is on rank 1. */
-static void dispatch(struct run *run, struct layer_state *state, int layer, int rank) {
-    const struct model *model = run->model;
-    bool moe = model_layer_is_moe(model, layer);
-    int half = model->moe.experts / 2, first = rank ? half : 0, rows = 0, top_k = model->moe.top_k;
-    int experts = !moe ? 0 : rank ? model->moe.experts - half : half;
-    int *counts = take(run, (size_t)(experts + 1) * sizeof *counts), *copy = take(run, 100 * sizeof *copy);
-    floatX *weights = take(run, 100 * sizeof *weights);
-    unsigned char *firsts = take(run, 100);
+/* Rows of experts first … first + experts, then rows without an expert; a part without experts has no counts
+   and no weights. */
+static void choose_rows(struct run *run, struct layer_state *state, int part, int first, int experts) {
     const struct route *route = &state->kept.route;
+    bool moe = model_layer_is_moe(run->model, state->layer), home = part == (run->pipelined ? LOCAL : 1);
+    int rows = 0, top_k = run->model->moe.top_k;
+    int *counts = experts ? take(run, (size_t)experts * sizeof *counts) : NULL,
+        *copy = take(run, 100 * sizeof *copy);
+    floatX *weights = experts ? take(run, 100 * sizeof *weights) : NULL;
+    unsigned char *firsts = take(run, 100);
     for (int e = 0; e < experts; e++)
         for (int c = 0; c < SEQ_LEN * top_k; c++) {
             if (!route->kept[c] || route->ids[c] != first + e) continue;
             int k = 0;
             while (!route->kept[c / top_k * top_k + k]) k++;
-            firsts[rows] = c % top_k == k;
+            firsts[rows] = !run->pipelined && c % top_k == k;
             weights[rows] = route->weights[c];
             copy[rows++] = c;
             counts[e]++;
         }
-    for (int t = 0; rank == 1 && t < SEQ_LEN; t++) { /* rows without an expert */
-        bool lost = true;
-        for (int k = 0; moe && k < top_k; k++) lost &= !route->kept[t * top_k + k];
-        if (!lost) continue;
+    for (int t = 0; home && t < SEQ_LEN; t++) {
+        bool alone = true;
+        for (int k = 0; !run->pipelined && moe && k < top_k; k++) alone &= !route->kept[t * top_k + k];
+        if (!alone) continue;
         firsts[rows] = 1;
         copy[rows++] = t * top_k;
     }
-    state->expert_part[rank] = (struct expert_part){rows, counts, weights, firsts};
-    state->copy[rank] = copy;
-    struct expert_block *block = &state->block[rank];
+    state->expert_part[part] = (struct expert_part){rows, counts, weights, firsts};
+    state->copy[part] = copy;
+}
+
+/* The first half of the experts, the rest, none. */
+static void dispatch(struct run *run, struct layer_state *state, int part) {
+    const struct model *model = run->model;
+    int layer = state->layer, half = model->moe.experts / 2, first = part ? half : 0;
+    int experts = part ? model->moe.experts - half : half;
+    if (part == LOCAL || !model_layer_is_moe(model, layer)) experts = 0;
+    choose_rows(run, state, part, first, experts);
+    struct expert_block *block = &state->block[part];
     *block = (struct expert_block){.model = model, .layer = layer, .experts = experts};
     block->ffn_norm = attention_tensors(&run->parameters, run->values, layer).ffn_norm;
     block->ffn_norm_gradient = attention_tensors(&run->parameters, run->gradients, layer).ffn_norm;
-    block->weights = expert_tensors(run->arena, &run->parameters, run->values, layer, first, experts);
-    block->gradients = expert_tensors(run->arena, &run->parameters, run->gradients, layer, first, experts);
+    if (experts) {
+        block->weights = expert_tensors(run->arena, &run->parameters, run->values, layer, first, experts);
+        block->gradients =
+            expert_tensors(run->arena, &run->parameters, run->gradients, layer, first, experts);
+    }
+    if (run->pipelined && part != LOCAL) return; /* its shared experts are elsewhere */
     block->shared = ffn_tensors(&run->parameters, run->values, layer, -1);
     block->shared_gradients = ffn_tensors(&run->parameters, run->gradients, layer, -1);
 }
 
-static void place_expert_memory(struct run *run, struct layer_state *state, int layer, int rank) {
-    const struct expert_part *part = &state->expert_part[rank];
-    int routed = 0, firsts = 0;
-    for (int e = 0; e < state->block[rank].experts; e++) routed += part->counts[e];
-    for (int r = 0; r < part->rows; r++) firsts += part->first[r];
-    state->expert_kept[rank] = expert_kept_place(
-        run->model, layer, run->recompute, routed, firsts,
-        take_aligned(run, expert_kept_bytes(run->model, layer, run->recompute, routed, firsts)));
-    state->expert_pending[rank] = expert_pending_place(
-        run->model, layer, run->recompute, routed, firsts,
-        take_aligned(run, expert_pending_bytes(run->model, layer, run->recompute, routed, firsts)));
+static enum recompute kept_level(const struct run *run) {
+    return run->keeping == KEEP_SELECTED || run->keeping == KEEP_RESTORED ? RECOMPUTE_SELECTIVE
+                                                                          : RECOMPUTE_NONE;
 }
 
-static void block_layer_forward(struct run *run, struct layer_state *state, int layer, floatX *output) {
+static void count_rows(const struct layer_state *state, int part, int *routed, int *firsts) {
+    *routed = *firsts = 0;
+    for (int e = 0; e < state->block[part].experts; e++) *routed += state->expert_part[part].counts[e];
+    for (int r = 0; r < state->expert_part[part].rows; r++) *firsts += state->expert_part[part].first[r];
+}
+
+static void place_expert_memory(struct run *run, struct layer_state *state, int part) {
+    enum recompute level = kept_level(run),
+                   pending = run->keeping == KEEP_SELECTED ? RECOMPUTE_SELECTIVE : RECOMPUTE_NONE;
+    int layer = state->layer, routed, firsts;
+    count_rows(state, part, &routed, &firsts);
+    state->expert_kept[part] =
+        expert_kept_place(run->model, layer, level, routed, firsts,
+                          take_aligned(run, expert_kept_bytes(run->model, layer, level, routed, firsts)));
+    state->expert_pending[part] = expert_pending_place(
+        run->model, layer, pending, routed, firsts,
+        take_aligned(run, expert_pending_bytes(run->model, layer, pending, routed, firsts)));
+}
+
+static void block_layer_forward(struct run *run, struct layer_state *state, floatX *output) {
     const struct model *model = run->model;
-    int hidden = model->hidden;
+    int hidden = model->hidden, layer = state->layer;
     size_t row_bytes = (size_t)hidden * sizeof(floatX);
     state->attention = (struct attention_block){model, layer, &run->rope,
                                                 attention_tensors(&run->parameters, run->values, layer),
                                                 attention_tensors(&run->parameters, run->gradients, layer)};
     state->kept =
-        attention_kept_place(model, layer, run->recompute, SEQ_LEN,
-                             take_aligned(run, attention_kept_bytes(model, layer, run->recompute, SEQ_LEN)));
+        attention_kept_place(model, layer, kept_level(run), SEQ_LEN,
+                             take_aligned(run, attention_kept_bytes(model, layer, kept_level(run), SEQ_LEN)));
     state->pending = attention_pending_place(
         model, layer, SEQ_LEN, take_aligned(run, attention_pending_bytes(model, layer, SEQ_LEN)));
     attention_block_forward(&run->context, &state->attention, &state->part, &state->kept, state->input);
     memset(output, 0, SEQ_LEN * row_bytes);
-    for (int rank = 0; rank < RANKS; rank++) {
-        dispatch(run, state, layer, rank);
-        place_expert_memory(run, state, layer, rank);
-        const struct expert_part *part = &state->expert_part[rank];
-        floatX *rows = state->rows[rank] = take(run, (size_t)part->rows * row_bytes);
-        floatX *out = take(run, (size_t)part->rows * row_bytes);
+    for (int p = 0; p < PARTS; p++) {
+        dispatch(run, state, p);
+        place_expert_memory(run, state, p);
+        const struct expert_part *part = &state->expert_part[p];
+        floatX *rows = state->rows[p] = take_aligned(run, (size_t)part->rows * row_bytes);
+        floatX *out = take_aligned(run, (size_t)part->rows * row_bytes);
         for (int r = 0; r < part->rows; r++)
-            memcpy(rows + r * hidden, state->kept.middle + state->copy[rank][r] / model->moe.top_k * hidden,
+            memcpy(rows + r * hidden, state->kept.middle + state->copy[p][r] / model->moe.top_k * hidden,
                    row_bytes);
-        expert_block_forward(&run->context, &state->block[rank], part, &state->expert_kept[rank], out, rows);
+        expert_block_forward(&run->context, &state->block[p], part, &state->expert_kept[p], out, rows);
         for (int r = 0; r < part->rows; r++)
             for (int i = 0; i < hidden; i++)
-                output[state->copy[rank][r] / model->moe.top_k * hidden + i] += out[r * hidden + i];
+                output[state->copy[p][r] / model->moe.top_k * hidden + i] += out[r * hidden + i];
+    }
+}
+
+/* What a layer needs for its backward pass and did not keep. */
+static void regain(struct run *run, struct layer_state *state) {
+    const struct model *model = run->model;
+    size_t bytes = (size_t)SEQ_LEN * model->hidden * sizeof(floatX);
+    if (run->keeping == KEEP_NOTHING) block_layer_forward(run, state, take(run, bytes));
+    if (run->keeping != KEEP_RESTORED) return;
+    attention_block_restore(&run->context, &state->attention, &state->kept, state->input, SEQ_LEN,
+                            take_aligned(run, attention_restored_bytes(model, state->layer, SEQ_LEN)));
+    for (int p = 0; p < PARTS; p++) {
+        int routed, firsts;
+        count_rows(state, p, &routed, &firsts);
+        expert_block_restore(&run->context, &state->block[p], &state->expert_part[p], &state->expert_kept[p],
+                             take_aligned(run, expert_restored_bytes(model, state->layer, routed, firsts)));
     }
 }
 
@@ -491,18 +639,19 @@ static void block_layer_backward(struct run *run, struct layer_state *state, flo
     size_t row_bytes = (size_t)hidden * sizeof(floatX);
     floatX *dmiddle = take(run, SEQ_LEN * row_bytes),
            *dweights = take(run, SEQ_LEN * (size_t)model->moe.top_k * 8);
-    for (int rank = 0; rank < RANKS; rank++) {
-        const struct expert_part *part = &state->expert_part[rank];
-        floatX *dout = take(run, (size_t)part->rows * row_bytes),
-               *din = take(run, (size_t)part->rows * row_bytes);
-        floatX *row_dweights = take(run, (size_t)part->rows * sizeof(floatX));
+    regain(run, state);
+    for (int p = 0; p < PARTS; p++) {
+        const struct expert_part *part = &state->expert_part[p];
+        floatX *dout = take_aligned(run, (size_t)part->rows * row_bytes),
+               *din = take_aligned(run, (size_t)part->rows * row_bytes);
+        floatX *row_dweights = part->weights ? take(run, (size_t)part->rows * sizeof(floatX)) : NULL;
         for (int r = 0; r < part->rows; r++)
-            memcpy(dout + r * hidden, d + state->copy[rank][r] / model->moe.top_k * hidden, row_bytes);
-        expert_block_backward_input(&run->context, &state->block[rank], part, &state->expert_kept[rank],
-                                    &state->expert_pending[rank], din, row_dweights, dout, state->rows[rank]);
+            memcpy(dout + r * hidden, d + state->copy[p][r] / model->moe.top_k * hidden, row_bytes);
+        expert_block_backward_input(&run->context, &state->block[p], part, &state->expert_kept[p],
+                                    &state->expert_pending[p], din, row_dweights, dout, state->rows[p]);
         for (int r = 0; r < part->rows; r++) {
-            int copy = state->copy[rank][r];
-            dweights[copy] += row_dweights[r];
+            int copy = state->copy[p][r];
+            if (row_dweights) dweights[copy] += row_dweights[r];
             for (int i = 0; i < hidden; i++)
                 dmiddle[copy / model->moe.top_k * hidden + i] += din[r * hidden + i];
         }
@@ -512,10 +661,9 @@ static void block_layer_backward(struct run *run, struct layer_state *state, flo
 }
 
 static void block_layer_weight(struct run *run, struct layer_state *state) {
-    for (int rank = 0; rank < RANKS; rank++)
-        expert_block_backward_weight(&run->context, &state->block[rank], &state->expert_part[rank],
-                                     &state->expert_kept[rank], &state->expert_pending[rank],
-                                     state->rows[rank]);
+    for (int p = 0; p < PARTS; p++)
+        expert_block_backward_weight(&run->context, &state->block[p], &state->expert_part[p],
+                                     &state->expert_kept[p], &state->expert_pending[p], state->rows[p]);
     attention_block_backward_weight(&run->context, &state->attention, &state->part, &state->kept,
                                     &state->pending, state->input);
 }
@@ -536,10 +684,12 @@ static void block_micro_batch(struct run *run, const struct batch *batch, int se
                                               SEQ_LEN,
                                               {batch->seed, batch->step, -1, (int64_t)sequence * SEQ_LEN},
                                               route_aux_scale(model, SEQUENCES),
-                                              route_z_scale(model, SEQUENCES * SEQ_LEN)};
+                                              route_z_scale(model, SEQUENCES * SEQ_LEN),
+                                              run->forced};
+        state->layer = layer;
         state->input = x;
         x = take(run, bytes);
-        block_layer_forward(run, state, layer, x);
+        block_layer_forward(run, state, x);
     }
     struct head_block head = {model, tensor_at(&run->parameters, run->values, "model.norm.weight"),
                               tensor_at(&run->parameters, run->gradients, "model.norm.weight"),
@@ -556,7 +706,8 @@ static void block_micro_batch(struct run *run, const struct batch *batch, int se
     head_block_backward_weight(&run->context, &head, lse, x, targets, SEQ_LEN, scale);
 }
 
-static void check_blocks(struct model model, enum recompute recompute) {
+/* share (E) of a forced choice, or NULL */
+static void check_blocks(struct model model, enum keeping keeping, bool pipelined, const double *share) {
     int tokens[SEQUENCES * (SEQ_LEN + 1)];
     struct rng rng = rng_seed(8);
     for (size_t i = 0; i < COUNT(tokens); i++) tokens[i] = rng_below(&rng, model.vocab);
@@ -565,8 +716,10 @@ static void check_blocks(struct model model, enum recompute recompute) {
     size_t total = reference->parameters.total;
     floatX *values = randoms(total, 17);
     for (size_t i = 0; i < total; i++) reference->values[i] = values[i] * (floatX)0.4;
-    reference_gradients(reference, &batch);
-    struct run run = {.arena = arena_new(), .model = &model, .recompute = recompute};
+    struct run run = {.arena = arena_new(), .model = &model, .keeping = keeping, .pipelined = pipelined};
+    if (share) reference->forced = run.forced = forced_routing_new(run.arena, &model, share, SEQ_LEN);
+    struct step_losses losses = reference_gradients(reference, &batch);
+    assert_int_equal(isinf(losses.margin) != 0, share != NULL);
     run.parameters = parameters_new(run.arena, &model, NULL, NULL);
     run.values = reference->values;
     run.gradients = take(&run, total * sizeof(floatX));
@@ -605,12 +758,14 @@ static void blocks_equal_reference(void **state) {
     noisy.moe.dense_hidden = 7;
     noisy.moe.bias = true;
     noisy.tie_embeddings = true;
-    for (int recompute = RECOMPUTE_NONE; recompute <= RECOMPUTE_SELECTIVE; recompute++) {
-        check_blocks(gptoss, (enum recompute)recompute);
-        check_blocks(qwen3, (enum recompute)recompute);
-        check_blocks(deepseek, (enum recompute)recompute);
-        check_blocks(noisy, (enum recompute)recompute);
-    }
+    const struct model models[] = {gptoss, qwen3, deepseek, noisy};
+    const double share[] = {0.1, 0, 0.5, 0.2, 0.2, 0}; /* every token, nothing, in between */
+    for (size_t m = 0; m < COUNT(models); m++)
+        for (int pipelined = 0; pipelined < 2; pipelined++) {
+            for (int keeping = KEEP_ALL; keeping <= KEEP_NOTHING; keeping++)
+                check_blocks(models[m], (enum keeping)keeping, pipelined, NULL);
+            check_blocks(models[m], KEEP_RESTORED, pipelined, share);
+        }
 }
 
 /* What a block keeps is what the simulator counts, up to the padding of its tensors. */
@@ -654,11 +809,19 @@ static void optimizer(void **state) {
     floatX *a = randoms(COUNT_, 1), *b = randoms(COUNT_, 1), *g = randoms(COUNT_, 2);
     floatX *m32 = must_alloc(COUNT_ * sizeof *m32), *v32 = must_alloc(COUNT_ * sizeof *v32);
     uint16_t *m16 = must_alloc(COUNT_ * 2), *v16 = must_alloc(COUNT_ * 2);
+    floatX *whole = randoms(COUNT_, 1);
+    uint16_t *m_whole = must_alloc(COUNT_ * 2), *v_whole = must_alloc(COUNT_ * 2);
     double drift = 0, moved = 0;
     for (int step = 0; step < 50; step++) {
         adamw(&context, &o, step, 1, false, a, g, m32, v32, COUNT_);
-        adamw_bf16(&context, &o, step, 1, false, b, g, m16, v16, COUNT_, (uint64_t)step);
+        /* in two slices, which must round as one would */
+        adamw_bf16(&context, &o, step, 1, false, b, g, m16, v16, 1000, 0, (uint64_t)step);
+        adamw_bf16(&context, &o, step, 1, false, b + 1000, g + 1000, m16 + 1000, v16 + 1000, COUNT_ - 1000,
+                   1000, (uint64_t)step);
+        adamw_bf16(&context, &o, step, 1, false, whole, g, m_whole, v_whole, COUNT_, 0, (uint64_t)step);
     }
+    assert_memory_equal(b, whole, COUNT_ * sizeof *b);
+    assert_memory_equal(v16, v_whole, COUNT_ * 2);
     floatX *start = randoms(COUNT_, 1);
     for (int i = 0; i < COUNT_; i++)
         drift += fabs((double)a[i] - b[i]), moved += fabs((double)a[i] - start[i]);
@@ -667,6 +830,7 @@ static void optimizer(void **state) {
     assert_true(isnan(bf16_to_float(bf16_from_float(NAN))) &&
                 isinf(bf16_to_float(bf16_from_float(INFINITY))));
     free(a), free(b), free(g), free(m32), free(v32), free(m16), free(v16), free(start);
+    free(whole), free(m_whole), free(v_whole);
 }
 
 /* ---- parameters, data, safetensors ------------------------------------------------------------------- */
@@ -681,7 +845,7 @@ static void parameter_lists(void **state) {
     struct arena *arena = arena_new();
     struct model model = small_model();
     model.attention.bias = model.attention.sinks = model.attention.qk_norm = model.moe.bias = true;
-    model.moe.dense_layers = 1, model.moe.dense_hidden = 8, model.moe.shared_experts = 1;
+    model.moe.dense_layers = 1, model.moe.dense_hidden = 8, model.moe.shared_experts = 2;
     model.moe.router = ROUTER_NOISY_TOPK;
     struct parameters all = parameters_new(arena, &model, NULL, NULL);
     struct parameters part = parameters_new(arena, &model, keep_second_half, NULL);
@@ -827,6 +991,8 @@ int main(void) {
         cmocka_unit_test(extreme_scores),
         cmocka_unit_test(capacity),
         cmocka_unit_test(auxiliary_losses),
+        cmocka_unit_test(damaged_logits),
+        cmocka_unit_test(forced_shares),
         cmocka_unit_test(noise_by_token),
         cmocka_unit_test(activations),
         cmocka_unit_test(head_in_chunks),

@@ -282,10 +282,10 @@ static void parameters_by_hand(void **state) {
     assert_true(model_router_parameters(&m, 1) == 10 + 80 + 8);
     assert_true(model_expert_parameters(&m) == 210 + 24);
     assert_true(model_shared_parameters(&m, 0) == 600 + 50);
-    assert_true(model_shared_parameters(&m, 1) == 2 * 234);
+    assert_true(model_shared_parameters(&m, 1) == 3 * 10 * 14 + 2 * 14 + 10);
     assert_true(model_embedding_parameters(&m) == 1000 && model_head_parameters(&m) == 1010);
     struct parameter_count count = model_parameter_count(&m);
-    double always = 2010 + 3 * 804 + 10 + 2 * 98 + 650 + 2 * 468;
+    double always = 2010 + 3 * 804 + 10 + 2 * 98 + 650 + 2 * 458;
     assert_true(count.total == always + 2 * 8 * 234);
     assert_true(count.active == always + 2 * 3 * 234);
     assert_true(count.active_without_input_embedding == count.active - 1000);
@@ -445,7 +445,7 @@ static void activations_by_hand(void **state) {
            gate = 4 * 8 + 8 * 3;
     assert_true(model_attention_activation_bytes(&m, 1, RECOMPUTE_NONE) == kept + norms + gate);
     assert_true(model_attention_activation_bytes(&m, 1, RECOMPUTE_SELECTIVE) == kept + gate);
-    assert_true(model_attention_activation_bytes(&m, 0, RECOMPUTE_NONE) == kept + norms);
+    assert_true(model_attention_activation_bytes(&m, 0, RECOMPUTE_NONE) == kept + norms / 2);
     assert_true(model_attention_activation_bytes(&m, 1, RECOMPUTE_FULL) == 0);
     m.attention.qk_norm = false;
     assert_true(model_attention_activation_bytes(&m, 0, RECOMPUTE_SELECTIVE) == kept - 72);
@@ -457,6 +457,14 @@ static void activations_by_hand(void **state) {
         assert_true(model_shared_activation_bytes(&m, 0, level) == share[level] * 20);
     }
     assert_true(model_hidden_bytes(&m) == 20);
+    struct model wide = m; /* FP32: twice what is BF16 here, and the same of what is FP32 anyway */
+    wide.dtype = DTYPE_FP32;
+    assert_true(model_hidden_bytes(&wide) == 40 &&
+                model_expert_activation_bytes(&wide, 1, RECOMPUTE_NONE) == 84);
+    assert_true(model_attention_activation_bytes(&wide, 1, RECOMPUTE_NONE) ==
+                2 * (kept - 72 - 16 + norms) + 16 + gate);
+    wide.dtype = DTYPE_FP64;
+    assert_true(model_hidden_bytes(&wide) == 80);
     assert_true(model_attention_selective_work(&m, 5).bytes == 5 * 2 * 2 * 2 * 10);
     assert_true(model_ffn_selective_work(&m, 1, 15, 5).bytes == 15 * (2 * 21 + 4) + 5 * 2 * 42);
     assert_true(model_ffn_selective_work(&m, 0, 5, 5).bytes == 5 * 2 * 60);
@@ -511,11 +519,26 @@ static void mixtral_is_imported(void **state) {
     cJSON_Delete(config.node);
 }
 
+/* aux_loss_alpha 0.001: of the sum over 27 MoE layers of a loss that is 1 when balanced, where ours is the
+   mean of one that is top_k, 6. */
+static void balance_loss_is_rescaled(void **state) {
+    struct bench *bench = *state;
+    struct json deepseek = fixture(bench, "deepseek-moe-16b"), qwen3 = fixture(bench, "qwen3-235b");
+    struct model m;
+    assert_true(model_import(deepseek, &m));
+    assert_close(m.moe.aux_loss * m.moe.top_k, 27 * 0.001, 1e-12);
+    assert_true(model_import(qwen3, &m) && m.moe.aux_loss == 0.001);
+    cJSON_Delete(deepseek.node);
+    cJSON_Delete(qwen3.node);
+}
+
 static void departures_are_in_the_source(void **state) {
     struct bench *bench = *state;
     struct model m;
     struct json gpt = fixture(bench, "gpt-oss-120b"), deepseek = fixture(bench, "deepseek-moe-16b");
     assert_true(model_import(gpt, &m) && strstr(m.source, "YaRN"));
+    assert_true(model_import(deepseek, &m) && !strstr(m.source, "seq_aux"));
+    assert_true(json_set_path(deepseek.node, "seq_aux", cJSON_CreateFalse()));
     assert_true(model_import(deepseek, &m) && strstr(m.source, "seq_aux"));
     cJSON_Delete(gpt.node);
     cJSON_Delete(deepseek.node);
@@ -648,6 +671,7 @@ int main(void) {
         TEST(activations_by_hand),
         TEST(imports_equal_the_released_manifests),
         TEST(mixtral_is_imported),
+        TEST(balance_loss_is_rescaled),
         TEST(departures_are_in_the_source),
         TEST(other_mathematics_is_refused),
         TEST(layer_types_become_windows),

@@ -1,7 +1,7 @@
 /*
 The single-process reference: its gradients against finite differences; loss, logits and gradients against
 golden values of HuggingFace transformers and PyTorch (tests/golden/make_golden.py); independence of how a
-batch is cut and of the number of threads; training steps.
+batch is cut and of the number of threads; training steps; checkpoints in shards.
 
 Finite differences need double precision (in float a step large enough to measure flips experts), so the float
 build skips them and relies on golden values.
@@ -18,6 +18,7 @@ build skips them and relies on golden values.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static const double STEP = 1e-5, TOLERANCE = 1e-7;
 
@@ -99,9 +100,12 @@ static int *random_tokens(int sequences, int seq_len, int vocab) {
 
 enum { SEQUENCES = 3, SEQ_LEN = 7, PROBES = 6 };
 
-/* A few elements of every tensor: central difference against the gradient. */
-static void check_finite_differences(struct model model) {
+/* A few elements of every tensor: central difference against the gradient. share (E) of a forced choice, or
+   NULL. */
+static void check_finite_differences(struct model model, const double *share) {
     struct reference *reference = reference_new(&model, SEQ_LEN, 2, 2, 1);
+    struct arena *arena = arena_new();
+    if (share) reference->forced = forced_routing_new(arena, &model, share, SEQ_LEN);
     int *tokens = random_tokens(SEQUENCES, SEQ_LEN, model.vocab);
     struct batch batch = {tokens, SEQUENCES, 11, 5};
     randomise(reference, 0.3);
@@ -126,6 +130,7 @@ static void check_finite_differences(struct model model) {
             fail_msg("%s: %s: off by %g of %g", model.name, p->name, worst, most);
     }
     free(tokens);
+    arena_free(arena);
     reference_free(reference);
 }
 
@@ -135,10 +140,12 @@ static void finite_differences(void **state) {
         print_message("skip: finite differences need float64, which the double build has\n");
         skip();
     }
-    check_finite_differences(tiny_qwen3());
-    check_finite_differences(tiny_gptoss());
-    check_finite_differences(tiny_deepseek());
-    check_finite_differences(tiny_noisy());
+    const struct model models[] = {tiny_qwen3(), tiny_gptoss(), tiny_deepseek(), tiny_noisy()};
+    const double share[] = {0.1, 0.5, 0, 0.2, 0.2}; /* some tokens, every token, none */
+    for (size_t i = 0; i < COUNT(models); i++) {
+        check_finite_differences(models[i], NULL);
+        check_finite_differences(models[i], share);
+    }
 }
 
 /* ---- golden values ----------------------------------------------------------------------------------- */
@@ -335,7 +342,8 @@ static void learns_the_chain(void **state) {
     (void)state;
     const char *mode = getenv("DISAGMOE_MODE");
     if (mode && strcmp(mode, "valgrind") == 0) {
-        print_message("skip: 300 steps take minutes under valgrind; the plain and the sanitized run have them\n");
+        print_message(
+            "skip: 300 steps take minutes under valgrind; the plain and the sanitized run have them\n");
         skip();
     }
     enum { BATCH = 16, LENGTH = 32, STEPS = 300 };
@@ -389,12 +397,102 @@ static void import_errors(void **state) {
     golden_close(&golden);
 }
 
+/* A safetensors file of every parameter whose number leaves `shard` when divided by two. */
+static void write_shard(const struct parameters *parameters, const floatX *values, int shard,
+                        const char *file) {
+    struct text header = {0};
+    size_t offset = 0;
+    for (int i = shard; i < parameters->count; i += 2) {
+        const struct parameter *p = &parameters->list[i];
+        text_add(&header, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%d,%d],\"data_offsets\":[%zu,%zu]}",
+                 i == shard ? "{" : ",", p->name, sizeof *values == 8 ? "F64" : "F32", p->rows, p->columns,
+                 offset, offset + p->count * sizeof *values);
+        offset += p->count * sizeof *values;
+    }
+    text_add(&header, "}");
+    size_t length = 8 + header.length, bytes = length + offset;
+    unsigned char *all = must_alloc(bytes), *at = all + length;
+    for (int i = 0; i < 8; i++) all[i] = (unsigned char)(header.length >> 8 * i);
+    memcpy(all + 8, header.text, header.length);
+    for (int i = shard; i < parameters->count; i += 2) {
+        const struct parameter *p = &parameters->list[i];
+        memcpy(at, values + p->offset, p->count * sizeof *values);
+        at += p->count * sizeof *values;
+    }
+    struct errors errors = {0};
+    file_write_atomic(file, all, bytes, &errors);
+    stop_on_errors(&errors);
+    free(header.text);
+    free(all);
+}
+
+static void write_index(const struct parameters *parameters, const char *file) {
+    struct text index = {0};
+    for (int i = 0; i < parameters->count; i++)
+        text_add(&index, "%s\"%s\":\"%d.safetensors\"",
+                 i ? "," : "{\"metadata\":{\"total_size\":1},\"weight_map\":{", parameters->list[i].name,
+                 i % 2);
+    text_add(&index, "}}");
+    struct errors errors = {0};
+    file_write_atomic(file, index.text, index.length, &errors);
+    stop_on_errors(&errors);
+    free(index.text);
+}
+
+/* The errors of an import, which must be one that holds the text. */
+static void assert_refused(const struct parameters *parameters, const char *file, const char *text) {
+    struct errors errors = {0};
+    floatX *values = must_alloc(parameters->total * sizeof *values);
+    assert_false(parameters_import(parameters, values, &file, 1, &errors));
+    assert_int_equal(errors.count, 1);
+    if (!strstr(errors.messages[0], text)) fail_msg("%s does not say %s", errors.messages[0], text);
+    errors_free(&errors);
+    free(values);
+}
+
+/* A checkpoint in two files with an index; a file that is missing; an index that is none. */
+static void import_of_shards(void **state) {
+    (void)state;
+    char folder[] = "/tmp/test_reference_XXXXXX";
+    assert_non_null(mkdtemp(folder));
+    struct arena *arena = arena_new();
+    struct errors errors = {0};
+    struct model model = tiny_deepseek();
+    struct parameters parameters = parameters_new(arena, &model, NULL, NULL);
+    floatX *values = must_alloc(parameters.total * sizeof *values),
+           *read = must_alloc(parameters.total * sizeof *values);
+    parameters_initialise(&parameters, values, 3);
+    const char *index = arena_printf(arena, "%s/model.safetensors.index.json", folder);
+    const char *shards[] = {arena_printf(arena, "%s/0.safetensors", folder),
+                            arena_printf(arena, "%s/1.safetensors", folder)};
+    write_index(&parameters, index);
+    for (int shard = 0; shard < 2; shard++) write_shard(&parameters, values, shard, shards[shard]);
+    parameters_import(&parameters, read, &index, 1, &errors);
+    stop_on_errors(&errors);
+    assert_memory_equal(values, read, parameters.total * sizeof *values);
+    memset(read, 0, parameters.total * sizeof *read);
+    assert_true(parameters_import(&parameters, read, shards, 2, &errors));
+    assert_memory_equal(values, read, parameters.total * sizeof *values);
+    unlink(shards[1]);
+    assert_refused(&parameters, index, shards[1]);
+    file_write_atomic(index, "{\"weight_map\":[\"0.safetensors\"]}", 32, &errors);
+    assert_refused(&parameters, index, "weight_map");
+    file_write_atomic(index, "{\"weight_map\":{\"a\":1}}", 22, &errors);
+    assert_refused(&parameters, index, "a: must be the name of a file");
+    unlink(index);
+    assert_refused(&parameters, index, index);
+    unlink(shards[0]);
+    assert_int_equal(rmdir(folder), 0);
+    free(values), free(read);
+    arena_free(arena);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(finite_differences),  cmocka_unit_test(golden_values),
         cmocka_unit_test(cut_does_not_matter), cmocka_unit_test(one_expert_takes_all),
         cmocka_unit_test(nan_changes_nothing), cmocka_unit_test(learns_the_chain),
-        cmocka_unit_test(import_errors),
+        cmocka_unit_test(import_errors),       cmocka_unit_test(import_of_shards),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

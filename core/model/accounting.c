@@ -87,6 +87,7 @@ double model_router_parameters(const struct model *model, int layer) {
 /* gate, up (D, H), down (H, D); biases D, D, H. */
 static double ffn_parameters(const struct model *model, double width) {
     double h = model->hidden;
+    if (width == 0) return 0;
     return 3 * h * width + (model->moe.bias ? 2 * width + h : 0);
 }
 
@@ -95,8 +96,7 @@ double model_expert_parameters(const struct model *model) {
 }
 
 double model_shared_parameters(const struct model *model, int layer) {
-    if (!model_layer_is_moe(model, layer)) return ffn_parameters(model, model->moe.dense_hidden);
-    return model->moe.shared_experts * model_expert_parameters(model);
+    return ffn_parameters(model, shared_width(model, layer)); /* shared experts are one of their summed width */
 }
 
 double model_embedding_parameters(const struct model *model) {

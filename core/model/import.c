@@ -7,7 +7,7 @@ represent another. A key in none of them is an error: silently dropping one migh
 
 Two departures are allowed, because released models need them, and written into the model's source:
 - YaRN scaling of GPT-OSS: it changes RoPE's frequencies, and no count;
-- seq_aux of DeepSeek-MoE: its balance loss is taken per sequence, here per micro-batch.
+- DeepSeek-MoE without seq_aux: its balance loss is taken per micro-batch, here always per sequence.
 */
 #include "model/model.h"
 
@@ -277,11 +277,12 @@ static const char *name_of(struct arena *arena, const char *file) {
 static const char *source_of(struct json value, int family, const struct config *config) {
     bool yarn = strcmp(rope_type(config->rope_scaling), "yarn") == 0 ||
                 strcmp(rope_type(config->rope_parameters), "yarn") == 0;
-    return arena_printf(
-        value.arena, "config.json of model_type %s%s%s", FAMILIES[family],
-        yarn ? "; without its YaRN scaling of RoPE, which changes frequencies and no count" : "",
-        family == DEEPSEEK && config->seq_aux ? "; balance loss per micro-batch, not per sequence (seq_aux)"
-                                              : "");
+    return arena_printf(value.arena, "config.json of model_type %s%s%s", FAMILIES[family],
+                        yarn ? "; without its YaRN scaling of RoPE, which changes frequencies and no count"
+                             : "",
+                        family == DEEPSEEK && !config->seq_aux
+                            ? "; balance loss per sequence, not per micro-batch (seq_aux false)"
+                            : "");
 }
 
 static void fill_attention(const struct config *config, int family, int window_layers, struct model *model) {
@@ -296,6 +297,17 @@ static void fill_attention(const struct config *config, int family, int window_l
     model->attention.window = window_layers == WINDOW_NONE ? 0 : config->sliding_window;
 }
 
+/* The weight of the balance loss as it is taken here: K when balanced, the mean over MoE layers.
+   router_aux_loss_coef multiplies the same: transformers' load_balancing_loss_func, which all three families
+   use, strings the layers' tokens together (so one product of means over all layers, here the mean of each
+   layer's) and gives E · Σ fₑ Pₑ with f per token. aux_loss_alpha multiplies a loss in which f is divided by
+   K, so it is 1 when balanced, and which every MoE layer adds on its own: the sum over layers (MoEGate and
+   AddAuxiliaryLoss of the released modeling_deepseek.py; Dai et al. 2024, section 3.3). */
+static double aux_loss(const struct config *config, int family) {
+    if (family != DEEPSEEK) return config->aux_loss;
+    return config->aux_loss * (config->layers - config->first_dense) / config->top_k;
+}
+
 /* Mixtral takes the softmax over all experts and divides the chosen weights by their sum; GPT-OSS takes it
    over the chosen ones, and their sum is 1 as it is. */
 static void fill_moe(const struct config *config, int family, struct model *model) {
@@ -307,7 +319,7 @@ static void fill_moe(const struct config *config, int family, struct model *mode
     model->moe.dense_hidden = config->first_dense ? config->dense_hidden : 0;
     model->moe.router = family == GPT_OSS ? ROUTER_TOPK_SOFTMAX : ROUTER_SOFTMAX_TOPK;
     model->moe.renormalise = family == MIXTRAL || config->norm_topk_prob;
-    model->moe.aux_loss = config->aux_loss;
+    model->moe.aux_loss = aux_loss(config, family);
     model->moe.activation = family == GPT_OSS ? ACTIVATION_SWIGLU_CLAMPED : ACTIVATION_SWIGLU;
     model->moe.bias = family == GPT_OSS;
 }

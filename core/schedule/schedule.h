@@ -190,6 +190,12 @@ int schedule_memory_timeline(const struct schedule *schedule, const struct timel
                              struct memory_point **points);
 /* Busy seconds of each lane. */
 void schedule_busy(const struct schedule *schedule, double *busy);
+/* Of the gap `from` … `to` in which an operation waits, the part in which a transfer it depends on is in
+ * progress. */
+double schedule_exposed(const struct schedule *schedule, const struct timeline *timeline, int op, double from,
+                        double to);
+/* Seconds in which a group's send or receive lane is busy. */
+double schedule_communication(const struct schedule *schedule, const struct timeline *timeline, int group);
 /* Longest chain of dependencies, lanes aside, in seconds: no execution can be shorter. */
 double schedule_critical_path(const struct schedule *schedule);
 

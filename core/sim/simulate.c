@@ -20,44 +20,6 @@ static bool is_transfer(const struct operation *op) {
     return op->lane_count > 1;
 }
 
-struct span {
-    double start, end;
-};
-
-static int by_start(const void *a, const void *b) {
-    const struct span *x = a, *y = b;
-    return (x->start > y->start) - (x->start < y->start);
-}
-
-/* Length of the union of spans, clipped to from … to. */
-static double covered(struct span *spans, int count, double from, double to) {
-    if (count > 1) qsort(spans, (size_t)count, sizeof *spans, by_start);
-    double length = 0, reached = from;
-    for (int i = 0; i < count; i++) {
-        double start = fmax(spans[i].start, reached), end = fmin(spans[i].end, to);
-        if (end > start) length += end - start;
-        reached = fmax(reached, end);
-    }
-    return length;
-}
-
-/* Exposed part of the gap from … to in which `op` waits. */
-static double exposed(const struct schedule *schedule, const struct timeline *timeline, int op, double from,
-                      double to) {
-    const struct operation *waiting = &schedule->ops[op];
-    struct span few[16], *spans = few;
-    if (waiting->dep_count > (int)COUNT(few)) spans = must_alloc((size_t)waiting->dep_count * sizeof *spans);
-    int count = 0;
-    for (int i = 0; i < waiting->dep_count; i++) {
-        int dep = schedule->deps[waiting->first_dep + i];
-        if (is_transfer(&schedule->ops[dep]) && timeline->end[dep] > from)
-            spans[count++] = (struct span){timeline->start[dep], timeline->end[dep]};
-    }
-    double seconds = covered(spans, count, from, to);
-    if (spans != few) free(spans);
-    return seconds;
-}
-
 /* Behind the last operation a worker waits for its own parameters to be gathered, then for the others. */
 static double exposed_tail(const struct schedule *schedule, const struct timeline *timeline, int group,
                            double from) {
@@ -77,7 +39,7 @@ static struct breakdown break_down(const struct schedule *schedule, const struct
         int id = lane->ops[i];
         double gap = timeline->start[id] - now, seconds = schedule->ops[id].duration;
         if (gap > 0) {
-            double waiting = exposed(schedule, timeline, id, now, timeline->start[id]);
+            double waiting = schedule_exposed(schedule, timeline, id, now, timeline->start[id]);
             parts.exposed_comm += waiting;
             parts.bubble += gap - waiting;
         }
@@ -100,21 +62,6 @@ static struct breakdown break_down(const struct schedule *schedule, const struct
     parts.exposed_comm += waiting;
     parts.bubble += tail - waiting;
     return parts;
-}
-
-/* Time in which the group's send or receive lane is busy. */
-static double comm_total(const struct schedule *schedule, const struct timeline *timeline, int group) {
-    const struct lane *send = &schedule->lanes[lane_of(group, RESOURCE_SEND)];
-    const struct lane *receive = &schedule->lanes[lane_of(group, RESOURCE_RECV)];
-    struct span *spans = must_alloc((size_t)(send->count + receive->count + 1) * sizeof *spans);
-    int count = 0;
-    for (int i = 0; i < send->count; i++)
-        spans[count++] = (struct span){timeline->start[send->ops[i]], timeline->end[send->ops[i]]};
-    for (int i = 0; i < receive->count; i++)
-        spans[count++] = (struct span){timeline->start[receive->ops[i]], timeline->end[receive->ops[i]]};
-    double seconds = covered(spans, count, 0, timeline->makespan);
-    free(spans);
-    return seconds;
 }
 
 static int busiest_group(const struct schedule *schedule, const double *busy) {
@@ -149,7 +96,7 @@ static void read_figures(const struct schedule *schedule, const struct timeline 
     result->mfu = result->plan.sequences * model_step_flops(point->model, point->seq_len) /
                   (point->cluster->gpu.peak_flops * cluster_gpus(point->cluster) * timeline->makespan);
     result->breakdown = break_down(schedule, timeline, group);
-    result->comm_total = comm_total(schedule, timeline, group);
+    result->comm_total = schedule_communication(schedule, timeline, group);
     result->busiest_compute = busy[lane_of(group, RESOURCE_COMPUTE)];
     result->efficiency = result->busiest_compute / timeline->makespan;
     for (int g = 0; g < schedule->group_count; g++) result->peak_memory = fmax(result->peak_memory, peaks[g]);

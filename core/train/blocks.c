@@ -23,13 +23,18 @@ static floatX *place_floats(struct placement *placement, int rows, int columns) 
     return place(placement, (size_t)rows * columns, sizeof(floatX));
 }
 
+static void place_attention_normed(const struct model *model, int layer, int tokens,
+                                   struct attention_kept *kept, struct placement *at) {
+    kept->normed = place_floats(at, tokens, model->hidden);
+    if (model_layer_is_moe(model, layer)) kept->ffn_normed = place_floats(at, tokens, model->hidden);
+}
+
 static struct attention_kept place_attention(const struct model *model, int layer, enum recompute recompute,
                                              int tokens, struct placement *at) {
     struct attention_kept kept = {0};
     size_t copies = (size_t)tokens * model->moe.top_k;
-    bool moe = model_layer_is_moe(model, layer), all = recompute == RECOMPUTE_NONE;
-    if (all) kept.normed = place_floats(at, tokens, model->hidden);
-    if (all && moe) kept.ffn_normed = place_floats(at, tokens, model->hidden);
+    bool moe = model_layer_is_moe(model, layer);
+    if (recompute == RECOMPUTE_NONE) place_attention_normed(model, layer, tokens, &kept, at);
     kept.qkv = place_floats(at, tokens, qkv_width(model));
     kept.qk = model->attention.qk_norm ? place_floats(at, tokens, rotated_width(model)) : kept.qkv;
     kept.attended = place_floats(at, tokens, query_width(model));
@@ -53,6 +58,12 @@ size_t attention_kept_bytes(const struct model *model, int layer, enum recompute
 struct attention_kept attention_kept_place(const struct model *model, int layer, enum recompute recompute,
                                            int tokens, void *memory) {
     return place_attention(model, layer, recompute, tokens, &(struct placement){memory, 0});
+}
+
+size_t attention_restored_bytes(const struct model *model, int layer, int tokens) {
+    struct placement at = {0};
+    place_attention_normed(model, layer, tokens, &(struct attention_kept){0}, &at);
+    return at.used;
 }
 
 static struct attention_pending place_attention_pending(const struct model *model, int layer, int tokens,
@@ -127,7 +138,7 @@ static void route_block_forward(struct context *context, const struct attention_
                        model->hidden, experts);
         noise_forward(context, kept->route.logits, kept->noise, key_of(block, part), tokens, experts);
     }
-    route_forward(context, model, &kept->route, part->sequences, part->seq_len);
+    route_forward(context, model, &kept->route, part->forced, block->layer, part->sequences, part->seq_len);
     scratch_release(context, mark);
 }
 
@@ -151,6 +162,17 @@ void attention_block_forward(struct context *context, const struct attention_blo
     vector_add(context, kept->middle, input, (size_t)tokens * hidden);
     scratch_release(context, mark);
     if (model_layer_is_moe(model, block->layer)) route_block_forward(context, block, part, kept);
+}
+
+void attention_block_restore(struct context *context, const struct attention_block *block,
+                             struct attention_kept *kept, const floatX *input, int tokens, void *memory) {
+    const struct model *model = block->model;
+    place_attention_normed(model, block->layer, tokens, kept, &(struct placement){memory, 0});
+    rmsnorm_forward(context, kept->normed, input, block->weights.input_norm, tokens, model->hidden,
+                    model->norm_eps);
+    if (kept->ffn_normed)
+        rmsnorm_forward(context, kept->ffn_normed, kept->middle, block->weights.ffn_norm, tokens,
+                        model->hidden, model->norm_eps);
 }
 
 /* ---- attention block, backward ----------------------------------------------------------------------- */
@@ -230,15 +252,20 @@ void attention_block_backward_weight(struct context *context, const struct atten
 
 /* ---- expert block: placing --------------------------------------------------------------------------- */
 
+static void place_expert_acts(const struct model *model, int layer, int routed, int firsts,
+                              struct expert_kept *kept, struct placement *at) {
+    int shared = shared_width(model, layer);
+    kept->act = place_floats(at, routed, model->moe.expert_hidden);
+    if (shared) kept->shared_act = place_floats(at, firsts, shared);
+}
+
 static struct expert_kept place_expert(const struct model *model, int layer, enum recompute recompute,
                                        int routed, int firsts, struct placement *at) {
     struct expert_kept kept = {0};
-    int width = model->moe.expert_hidden, shared = shared_width(model, layer);
-    bool all = recompute == RECOMPUTE_NONE;
-    kept.gate_up = place_floats(at, routed, 2 * width);
-    if (all) kept.act = place_floats(at, routed, width);
+    int shared = shared_width(model, layer);
+    kept.gate_up = place_floats(at, routed, 2 * model->moe.expert_hidden);
     if (shared) kept.shared_gate_up = place_floats(at, firsts, 2 * shared);
-    if (shared && all) kept.shared_act = place_floats(at, firsts, shared);
+    if (recompute == RECOMPUTE_NONE) place_expert_acts(model, layer, routed, firsts, &kept, at);
     return kept;
 }
 
@@ -252,6 +279,12 @@ size_t expert_kept_bytes(const struct model *model, int layer, enum recompute re
 struct expert_kept expert_kept_place(const struct model *model, int layer, enum recompute recompute,
                                      int routed, int firsts, void *memory) {
     return place_expert(model, layer, recompute, routed, firsts, &(struct placement){memory, 0});
+}
+
+size_t expert_restored_bytes(const struct model *model, int layer, int routed, int firsts) {
+    struct placement at = {0};
+    place_expert_acts(model, layer, routed, firsts, &(struct expert_kept){0}, &at);
+    return at.used;
 }
 
 static struct expert_pending place_expert_pending(const struct model *model, int layer,
@@ -392,6 +425,16 @@ void expert_block_forward(struct context *context, const struct expert_block *bl
     scratch_release(context, normed);
 }
 
+void expert_block_restore(struct context *context, const struct expert_block *block,
+                          const struct expert_part *part, struct expert_kept *kept, void *memory) {
+    int routed = routed_rows(block, part), firsts = 0;
+    for (int r = 0; r < part->rows; r++) firsts += part->first[r];
+    place_expert_acts(block->model, block->layer, routed, firsts, kept, &(struct placement){memory, 0});
+    activation_forward(context, kept->act, kept->gate_up, routed, expert_width(block), activation_of(block));
+    activation_forward(context, kept->shared_act, kept->shared_gate_up, kept->shared_act ? firsts : 0,
+                       shared_width(block->model, block->layer), activation_of(block));
+}
+
 /* ---- expert block, backward -------------------------------------------------------------------------- */
 
 /* The output of the activations: kept, or made anew in pending, before gate_up is overwritten by its
@@ -419,7 +462,7 @@ static void weights_backward(const struct expert_block *block, const struct expe
             for (int i = 0; i < hidden; i++) d_row[i] *= weight;
             for (int i = 0; i < width; i++) dact_row[i] *= weight;
         }
-    for (; row < part->rows; row++) dweights[row] = 0;
+    for (; dweights && row < part->rows; row++) dweights[row] = 0;
 }
 
 /* dnormed's first copies += through shared experts, or the dense FFN */
@@ -455,7 +498,7 @@ void expert_block_backward_input(struct context *context, const struct expert_bl
     floatX *dnormed = scratch_floats(context, (size_t)part->rows * hidden);
     const floatX *act =
         act_again(context, kept->act, pending->act, kept->gate_up, routed, width, activation_of(block));
-    memcpy(pending->d, doutput, (size_t)routed * hidden * sizeof(floatX));
+    if (routed) memcpy(pending->d, doutput, (size_t)routed * hidden * sizeof(floatX));
     grouped_linear_backward_input(context, &down, dact, pending->d, width, hidden);
     weights_backward(block, part, dweights, pending->d, dact, act);
     activation_backward(context, kept->gate_up, dact, kept->gate_up, routed, width, activation_of(block));

@@ -8,13 +8,18 @@ Concepts
 copy itself, and returns weight · expert(norm(row)). Of a token's copies one is the first: to it the residual
 row and the shared experts' output are added. The layer's output is the sum of a token's copies, made by
 whoever receives them.
+- Or no copy that travels is the first, and each token's own rank has a second, local expert block without
+routed experts, whose rows are its tokens, all of them first: residual and shared experts then need no
+communication.
 - Backward, the expert block gets the gradient of the layer's output for each copy, and returns each copy's
 gradient of its row and of its weight; the attention block gets their sums. Normalising each copy is exact:
 RMSNorm's backward is linear in the gradient. The norm's own gradient is thus in two parts, the router's and
 the copies', to be summed by whoever reduces gradients.
 - What a block keeps between passes is a structure placed in memory the caller provides, of exactly the size
 the functions here say. At recompute level none all is kept; selective drops normalised inputs and outputs of
-activations; full keeps nothing: run forward again into other memory before the backward pass.
+activations; full keeps nothing: run forward again into other memory before the backward pass. What selective
+dropped is made anew within the backward pass, or by *_restore ahead of it; then the backward functions run as
+at level none.
 - The input half of the backward pass leaves in `pending` what the weight half needs. kept and pending live
 until the weight half is done; the input half may overwrite parts of kept.
 */
@@ -34,8 +39,9 @@ struct attention_block {
 /* One micro-batch on one rank. */
 struct attention_part {
     int sequences, seq_len;
-    struct route_key key;      /* layer is taken from the block */
-    double aux_scale, z_scale; /* of the whole batch: route_aux_scale, route_z_scale */
+    struct route_key key;                /* layer is taken from the block */
+    double aux_scale, z_scale;           /* of the whole batch: route_aux_scale, route_z_scale */
+    const struct forced_routing *forced; /* NULL: the router chooses */
 };
 struct attention_kept {
     floatX *normed, *ffn_normed; /* (T, H); NULL when selective, the second also in dense layers */
@@ -64,6 +70,10 @@ struct attention_pending attention_pending_place(const struct model *model, int 
 void attention_block_forward(struct context *context, const struct attention_block *block,
                              const struct attention_part *part, struct attention_kept *kept,
                              const floatX *input);
+/* Puts what selective dropped into memory, of attention_restored_bytes, and fills it. */
+size_t attention_restored_bytes(const struct model *model, int layer, int tokens);
+void attention_block_restore(struct context *context, const struct attention_block *block,
+                             struct attention_kept *kept, const floatX *input, int tokens, void *memory);
 /* dinput (T, H) from dmiddle (T, H), the sum over a token's copies, and dweights (T, K) (NULL in dense
    layers). Sums of small vectors' gradients go to block->gradients. */
 void attention_block_backward_input(struct context *context, const struct attention_block *block,
@@ -86,17 +96,17 @@ struct expert_tensors expert_tensors(struct arena *arena, const struct parameter
 struct expert_block {
     const struct model *model;
     int layer;
-    int experts; /* routed experts here; 0 in dense layers */
+    int experts; /* routed experts here; 0 in dense layers and local blocks, which have no `weights` */
     floatX *ffn_norm, *ffn_norm_gradient;
     struct expert_tensors weights, gradients;
     struct ffn_tensors shared, shared_gradients; /* NULL pointers where there are none */
 };
 /* The copies of one micro-batch: counts[e] rows of expert e, expert after expert; then, up to `rows`, rows
-   without an expert: all of a dense layer's, and tokens all of whose copies were dropped. */
+   without an expert: all of a dense layer's or a local block's, and tokens whose copies were all dropped. */
 struct expert_part {
-    int rows;
+    int rows;                   /* may be 0 */
     const int *counts;          /* (experts) */
-    const floatX *weights;      /* (rows), of those with an expert */
+    const floatX *weights;      /* (rows), of those with an expert; NULL where no row has one */
     const unsigned char *first; /* (rows) whether the row is its token's first copy */
 };
 struct expert_kept {
@@ -124,8 +134,13 @@ struct expert_pending expert_pending_place(const struct model *model, int layer,
 void expert_block_forward(struct context *context, const struct expert_block *block,
                           const struct expert_part *part, struct expert_kept *kept, floatX *output,
                           const floatX *input);
+/* Puts what selective dropped into memory, of expert_restored_bytes, and fills it. Then pending is one of
+   RECOMPUTE_NONE. */
+size_t expert_restored_bytes(const struct model *model, int layer, int routed, int firsts);
+void expert_block_restore(struct context *context, const struct expert_block *block,
+                          const struct expert_part *part, struct expert_kept *kept, void *memory);
 /* dinput (rows, H), dweights (rows; 0 without an expert) from doutput (rows, H). dinput may not be doutput.
- */
+   dweights may be NULL where no row has an expert. */
 void expert_block_backward_input(struct context *context, const struct expert_block *block,
                                  const struct expert_part *part, struct expert_kept *kept,
                                  struct expert_pending *pending, floatX *dinput, floatX *dweights,

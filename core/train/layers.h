@@ -164,7 +164,8 @@ void attention_backward(struct context *context, const struct attention_shape *s
 /* What the router decided for T tokens; the caller's arrays. */
 struct route {
     floatX *logits;      /* (T, E), with the noise of noisy top-k */
-    int *ids;            /* (T, K) chosen experts, largest logit first; the lower index wins a tie */
+    int *ids;            /* (T, K) chosen experts, largest logit first; the lower index wins a tie. Distinct
+                            and valid whatever the logits, NaN too */
     floatX *weights;     /* (T, K) 0 where dropped */
     unsigned char *kept; /* (T, K) 0: dropped, over the expert's capacity */
 };
@@ -181,12 +182,27 @@ void noise_forward(struct context *context, floatX *logits, const floatX *noise,
 /* dnoise (T, E) from dlogits (T, E) */
 void noise_backward(struct context *context, floatX *dnoise, const floatX *dlogits, const floatX *noise,
                     struct route_key key, int tokens, int experts);
-/* ids, weights, kept from route->logits. Capacity, where the model has one, is counted per sequence (so that
-   it does not depend on micro-batches or ranks): an expert takes at most ceil(factor · S · K / E) copies of a
-   sequence, first choices before second ones, earlier tokens before later ones (GShard, Lepikhin et al.
-   2020). */
-void route_forward(struct context *context, const struct model *model, struct route *route, int sequences,
-                   int seq_len);
+/* A choice of experts that does not depend on logits, for measurements whose load must be known
+   (Megatron-Core has one that is uniform and random). Weights, losses and gradients stay those of the logits,
+   so only the choice itself is not learned. */
+struct forced_routing {
+    int seq_len;
+    int *ids; /* (S, K) of a sequence's positions in layer 0; layer l starts l positions on */
+};
+/* In every sequence each expert gets share[e] (E) of all copies, rounded to a whole number of them, by
+   systematic sampling (Madow 1949): a token's K experts are distinct, and K times a share above 1 counts as
+   1, an expert taking a token once at most, with the rest spread over the others in proportion. Nothing is
+   sent to an expert whose share is 0, unless fewer than K have one: then the rest is spread evenly. Shares
+   must not be negative; they need not sum to 1. First choices, and any stretch of a sequence, have nearly the
+   same shares. */
+struct forced_routing *forced_routing_new(struct arena *arena, const struct model *model, const double *share,
+                                          int seq_len);
+/* ids, weights, kept from route->logits; ids from `forced`, for this layer, unless it is NULL. Capacity,
+   where the model has one, is counted per sequence (so that it does not depend on micro-batches or ranks): an
+   expert takes at most ceil(factor · S · K / E) copies of a sequence, first choices before second ones,
+   earlier tokens before later ones (GShard, Lepikhin et al. 2020). */
+void route_forward(struct context *context, const struct model *model, struct route *route,
+                   const struct forced_routing *forced, int layer, int sequences, int seq_len);
 /* dlogits (T, E), overwritten, from dweights (T, K) and the two auxiliary losses, which count aux_scale and
    z_scale times their sums below. */
 void route_backward(struct context *context, const struct model *model, floatX *dlogits,
@@ -207,7 +223,7 @@ struct route_losses route_losses(const struct model *model, const struct route *
 double route_aux_scale(const struct model *model, int64_t batch_sequences);
 double route_z_scale(const struct model *model, int64_t batch_tokens);
 /* Smallest gap between a token's last chosen logit and the best one left out: below the precision, two
-   correct programs may choose differently. Infinite when K = E. */
+   correct programs may choose differently. Infinite when K = E. Of a choice that is not forced. */
 double route_margin(const struct model *model, const struct route *route, int tokens);
 
 /* ---- experts ----------------------------------------------------------------------------------------- */
@@ -267,11 +283,12 @@ double clip_scale(const struct optimizer *optimizer, double squares);
    weight decay applies. */
 void adamw(struct context *context, const struct optimizer *optimizer, int64_t step, double scale, bool decay,
            floatX *values, const floatX *gradients, floatX *moment1, floatX *moment2, size_t count);
-/* The same with both moments in BF16, rounded stochastically (keyed by element) so that small updates
-   are not lost. key: any number that differs between steps and parameters. */
+/* The same with both moments in BF16, rounded stochastically so that small updates are not lost. The rounding
+   is keyed by element: first is the index of the first one in its tensor, so that a slice rounds as the whole
+   does. key: any number that differs between steps and parameters. */
 void adamw_bf16(struct context *context, const struct optimizer *optimizer, int64_t step, double scale,
                 bool decay, floatX *values, const floatX *gradients, uint16_t *moment1, uint16_t *moment2,
-                size_t count, uint64_t key);
+                size_t count, size_t first, uint64_t key);
 uint16_t bf16_from_float(float value); /* to nearest, ties to even */
 float bf16_to_float(uint16_t bits);
 

@@ -86,7 +86,7 @@ struct adamw_update {
     floatX *values, *moment1, *moment2;
     uint16_t *half1, *half2; /* in place of the moments above */
     const floatX *gradients;
-    size_t count;
+    size_t count, first;
     uint64_t key;
     floatX rate, decay, beta1, beta2, epsilon, scale, correction1, correction2;
 };
@@ -137,8 +137,8 @@ static void adamw_bf16_part(void *context, int task) {
         floatX g = u.gradients[i] * u.scale;
         floatX m = u.beta1 * (floatX)bf16_to_float(u.half1[i]) + (1 - u.beta1) * g;
         floatX v = u.beta2 * (floatX)bf16_to_float(u.half2[i]) + (1 - u.beta2) * g * g;
-        u.half1[i] = bf16_stochastic((float)m, mix(u.key, 2 * i));
-        u.half2[i] = bf16_stochastic((float)v, mix(u.key, 2 * i + 1));
+        u.half1[i] = bf16_stochastic((float)m, mix(u.key, 2 * (u.first + i)));
+        u.half2[i] = bf16_stochastic((float)v, mix(u.key, 2 * (u.first + i) + 1));
         u.values[i] =
             u.values[i] * u.decay - u.rate * (m * u.correction1) / (root(v * u.correction2) + u.epsilon);
     }
@@ -161,13 +161,14 @@ void adamw(struct context *context, const struct optimizer *optimizer, int64_t s
 
 void adamw_bf16(struct context *context, const struct optimizer *optimizer, int64_t step, double scale,
                 bool decay, floatX *values, const floatX *gradients, uint16_t *moment1, uint16_t *moment2,
-                size_t count, uint64_t key) {
+                size_t count, size_t first, uint64_t key) {
     struct adamw_update update = update_of(optimizer, step, scale, decay);
     update.values = values;
     update.gradients = gradients;
     update.half1 = moment1;
     update.half2 = moment2;
     update.count = count;
+    update.first = first;
     update.key = key;
     workers_run(context->workers, part_count(count), adamw_bf16_part, &update);
 }

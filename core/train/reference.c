@@ -147,7 +147,8 @@ static void router_forward(const struct part *part, int layer) {
                        experts);
         noise_forward(context, kept->route.logits, kept->noise, layer_key(part, layer), tokens, experts);
     }
-    route_forward(context, model, &kept->route, part->sequences, part->reference->seq_len);
+    route_forward(context, model, &kept->route, part->reference->forced, layer, part->sequences,
+                  part->reference->seq_len);
 }
 
 /* dnormed (T, H) += through the router, from dweights (T, K) */
@@ -408,7 +409,7 @@ static void add_route_losses(const struct part *part, int layer, struct step_los
     const struct kept *kept = &part->memory->kept[layer];
     const struct model *model = part->model;
     struct route_losses sums = route_losses(model, &kept->route, part->sequences, part->reference->seq_len);
-    double margin = route_margin(model, &kept->route, part->tokens);
+    double margin = part->reference->forced ? INFINITY : route_margin(model, &kept->route, part->tokens);
     losses->aux += sums.aux;
     losses->z += sums.z;
     if (margin < losses->margin) losses->margin = margin;

@@ -16,8 +16,9 @@ struct reference {
     int seq_len;
     int sequences_at_once; /* worked through together */
     struct parameters parameters;
-    floatX *values, *gradients; /* (parameters.total), in the parameters' layout */
-    floatX *moment1, *moment2;  /* made by the first reference_step */
+    floatX *values, *gradients;          /* (parameters.total), in the parameters' layout */
+    floatX *moment1, *moment2;           /* made by the first reference_step */
+    const struct forced_routing *forced; /* NULL, as reference_new makes it: the router chooses */
     struct context context;
     struct reference_memory *memory; /* tables of tensors and activations */
 };
@@ -26,7 +27,7 @@ struct step_losses {
     double total; /* cross_entropy and both auxiliary losses with their coefficients */
     double cross_entropy, aux,
         z;            /* nats a token; means over sequences or tokens and MoE layers, not weighted */
-    double margin;    /* smallest route_margin of all layers */
+    double margin;    /* smallest route_margin of all layers; infinite where the choice is forced */
     double imbalance; /* mean over MoE layers of the busiest expert's copies ÷ the mean; 1: even */
 };
 

@@ -1,5 +1,6 @@
 /*
-Router: from logits to experts and weights, and back; auxiliary losses; capacity; the noise of noisy top-k.
+Router: from logits to experts and weights, and back; forced choices; auxiliary losses; capacity; the noise of
+noisy top-k.
 
 All rules of choosing end in one of two weights: the softmax over all experts at the chosen ones, or the
 softmax over the chosen ones alone. (Dividing the first by its sum is the second.) Auxiliary losses are always
@@ -8,7 +9,9 @@ of the softmax over all experts. The weights are computed anew in the backward p
 #include "train/layers.h"
 #include "train/vector_math.h"
 
+#include <assert.h>
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { TOKENS_A_TASK = 64 };
@@ -40,7 +43,8 @@ static void weights_of_token(const struct model *model, floatX *weights, floatX 
 
 /* ---- choosing ---------------------------------------------------------------------------------------- */
 
-/* Insertion into a list of the K best: K is small. */
+/* Insertion into a list of the K best: K is small. Every expert is inserted at most once and the first K
+   always are, so the list is whole and without repetition even where comparisons with a NaN are all false. */
 static void choose(int *ids, const floatX *logits, int experts, int top_k) {
     int have = 0;
     for (int e = 0; e < experts; e++) {
@@ -54,7 +58,8 @@ static void choose(int *ids, const floatX *logits, int experts, int top_k) {
 struct routing {
     const struct model *model;
     struct route *route;
-    int tokens, seq_len;
+    const struct forced_routing *forced; /* or NULL */
+    int layer, tokens, seq_len;
     floatX *dlogits;
     const floatX *dweights;
     double aux_scale, z_scale;
@@ -66,6 +71,11 @@ static int routing_end(const struct routing *r, int task) {
     return end < r->tokens ? end : r->tokens;
 }
 
+static const int *forced_choice(const struct routing *r, int t) {
+    int position = (t % r->seq_len + r->layer) % r->seq_len;
+    return r->forced->ids + (size_t)position * r->model->moe.top_k;
+}
+
 static void route_tokens(void *context, int task) {
     const struct routing *r = context;
     int experts = r->model->moe.experts, top_k = r->model->moe.top_k;
@@ -73,7 +83,10 @@ static void route_tokens(void *context, int task) {
     for (int t = task * TOKENS_A_TASK; t < routing_end(r, task); t++) {
         const floatX *logits = r->route->logits + (size_t)t * experts;
         int *ids = r->route->ids + (size_t)t * top_k;
-        choose(ids, logits, experts, top_k);
+        if (r->forced)
+            memcpy(ids, forced_choice(r, t), (size_t)top_k * sizeof *ids);
+        else
+            choose(ids, logits, experts, top_k);
         weights_of_token(r->model, r->route->weights + (size_t)t * top_k, p, logits, ids);
     }
 }
@@ -93,14 +106,94 @@ static void drop_sequence(const struct model *model, struct route *route, int fi
         }
 }
 
-void route_forward(struct context *context, const struct model *model, struct route *route, int sequences,
-                   int seq_len) {
+void route_forward(struct context *context, const struct model *model, struct route *route,
+                   const struct forced_routing *forced, int layer, int sequences, int seq_len) {
+    assert(!forced || forced->seq_len == seq_len);
     int tokens = sequences * seq_len;
-    struct routing routing = {.model = model, .route = route, .tokens = tokens, .seq_len = seq_len};
+    struct routing routing = {.model = model,
+                              .route = route,
+                              .forced = forced,
+                              .layer = layer,
+                              .tokens = tokens,
+                              .seq_len = seq_len};
     workers_run(context->workers, (tokens + TOKENS_A_TASK - 1) / TOKENS_A_TASK, route_tokens, &routing);
     memset(route->kept, 1, (size_t)tokens * model->moe.top_k);
     if (model->moe.capacity_factor > 0)
         for (int s = 0; s < sequences; s++) drop_sequence(model, route, s * seq_len, seq_len);
+}
+
+/* ---- forced choices ---------------------------------------------------------------------------------- */
+
+/* rate (E): copies a token sends to each expert, at most 1, K in all. An expert whose part would be above 1
+   is full, and the others share what is left, until there is no such part. */
+static void forced_rates(double *rate, const double *share, int experts, int top_k) {
+    for (int e = 0; e < experts; e++) rate[e] = 0;
+    for (int full = 0, before = -1; full > before;) {
+        before = full;
+        double left = top_k - full, sum = 0;
+        for (int e = 0; e < experts; e++) sum += rate[e] < 1 ? share[e] : 0;
+        for (int e = 0; e < experts; e++) {
+            if (rate[e] == 1) continue;
+            rate[e] = fmin(1, sum > 0 ? left * (share[e] / sum) : left / (experts - before));
+            full += rate[e] == 1;
+        }
+    }
+}
+
+/* counts (E): a sequence's copies for each expert, S · K in all. Parts with the largest remainders are
+   rounded up, so that each is within 1 of its part, and S and 0 stay what they are. rate is overwritten. */
+static void forced_counts(int *counts, double *rate, int experts, int top_k, int seq_len) {
+    int left = seq_len * top_k;
+    for (int e = 0; e < experts; e++) {
+        double part = rate[e] * seq_len;
+        counts[e] = (int)part;
+        rate[e] = part - counts[e];
+        left -= counts[e];
+    }
+    for (; left > 0; left--) {
+        int best = 0;
+        for (int e = 1; e < experts; e++)
+            if (rate[e] > rate[best]) best = e;
+        counts[best]++;
+        rate[best] = 0;
+    }
+}
+
+static bool coprime(int a, int b) {
+    while (b) {
+        int rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a == 1;
+}
+
+/* Lay the experts' counts one after another on S · K points: token j takes points j, j + S, j + 2 S, …, which
+   are of K experts since no count exceeds S. Neighbours among the j are alike, so positions take them in
+   steps of about the golden section of S; and the choices of j are turned by j, so that which one is first
+   takes turns. */
+struct forced_routing *forced_routing_new(struct arena *arena, const struct model *model, const double *share,
+                                          int seq_len) {
+    int experts = model->moe.experts, top_k = model->moe.top_k, counts[experts],
+        step = (int)(0.618 * seq_len);
+    double rate[experts];
+    struct forced_routing *forced = arena_alloc(arena, sizeof *forced);
+    int *chosen = must_alloc((size_t)seq_len * top_k * sizeof *chosen); /* (S, K) */
+    forced->seq_len = seq_len;
+    forced->ids = arena_alloc(arena, (size_t)seq_len * top_k * sizeof *forced->ids);
+    forced_rates(rate, share, experts, top_k);
+    forced_counts(counts, rate, experts, top_k, seq_len);
+    for (int e = 0, point = 0; e < experts; e++)
+        for (int end = point + counts[e]; point < end; point++)
+            chosen[(size_t)(point % seq_len) * top_k + point / seq_len] = e;
+    while (!coprime(step, seq_len)) step++;
+    for (int position = 0; position < seq_len; position++) {
+        int j = (int)((int64_t)position * step % seq_len);
+        for (int k = 0; k < top_k; k++)
+            forced->ids[(size_t)position * top_k + k] = chosen[(size_t)j * top_k + (k + j) % top_k];
+    }
+    free(chosen);
+    return forced;
 }
 
 /* ---- auxiliary losses -------------------------------------------------------------------------------- */

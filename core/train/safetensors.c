@@ -217,7 +217,7 @@ void stored_tensor_copy(const struct stored_tensor *tensor, int64_t start, int64
 
 struct import {
     struct safetensors **files;
-    int file_count;
+    int file_count, capacity;
     const char *names; /* of all files, for messages */
     const struct model *model;
     struct arena *arena;
@@ -302,20 +302,47 @@ static void import_one(const struct import *import, const struct parameter *p, f
         errors_add(import->errors, import->names, p->name, "is missing");
 }
 
+/* Opens a file unless it is open. */
+static void open_once(struct import *import, const char *name) {
+    for (int i = import->file_count - 1; i >= 0; i--) /* tensors of one file follow one another in an index */
+        if (!strcmp(import->files[i]->file, name)) return;
+    struct safetensors *file = safetensors_open(name, import->errors);
+    if (!file) return;
+    if (import->file_count == import->capacity) {
+        import->capacity = 2 * import->capacity + 8;
+        import->files = must_realloc(import->files, (size_t)import->capacity * sizeof(struct safetensors *));
+    }
+    import->files[import->file_count++] = file;
+}
+
+/* HuggingFace's model.safetensors.index.json: {"weight_map": {tensor: file beside the index}}. Which tensor
+   is in which file is read from the files themselves. */
+static void open_index(struct import *import, const char *index) {
+    struct json document = json_read_file(index, import->arena, import->errors);
+    struct json map = json_member(document, "weight_map");
+    if (document.node && !cJSON_IsObject(map.node))
+        json_error(map, "must be an object with the file of each tensor");
+    for (const cJSON *file = cJSON_IsObject(map.node) ? map.node->child : NULL; file; file = file->next)
+        if (cJSON_IsString(file))
+            open_once(import, path_beside(import->arena, index, file->valuestring));
+        else
+            errors_add(import->errors, index, file->string, "must be the name of a file");
+    cJSON_Delete(document.node);
+}
+
 bool parameters_import(const struct parameters *parameters, floatX *values, const char *const *files,
                        int file_count, struct errors *errors) {
     struct import import = {.model = parameters->model, .arena = arena_new(), .errors = errors, .names = ""};
     int before = errors->count;
-    import.files = arena_alloc(import.arena, (size_t)(file_count + 1) * sizeof *import.files);
     for (int i = 0; i < file_count; i++) {
-        struct safetensors *file = safetensors_open(files[i], errors);
-        if (file) import.files[import.file_count++] = file;
+        (ends_with(files[i], ".index.json") ? open_index : open_once)(&import, files[i]);
         import.names = arena_printf(import.arena, "%s%s%s", import.names, i ? ", " : "", files[i]);
     }
     if (errors->count == before)
         for (int i = 0; i < parameters->count; i++)
             import_one(&import, &parameters->list[i], values + parameters->list[i].offset);
     for (int i = 0; i < import.file_count; i++) safetensors_close(import.files[i]);
+    free(import.files);
     arena_free(import.arena);
     return errors->count == before;
 }
