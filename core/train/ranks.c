@@ -1,0 +1,163 @@
+/*
+Reading off a schedule which rank holds what.
+*/
+#include "train/ranks.h"
+
+#include <string.h>
+
+/* ---- groups ------------------------------------------------------------------------------------------ */
+
+static int group_of_lane(const struct operation *op, int slot) {
+    return op->lanes[slot] / RESOURCE_COUNT;
+}
+
+/* Where forward operations of each kind run. A dense layer of a pipelined system has no combine: its output
+ * stays. */
+static void read_groups(struct ranks *ranks) {
+    const struct schedule *schedule = ranks->schedule;
+    for (int layer = 0; layer < ranks->model->layers; layer++)
+        ranks->attention[layer] = ranks->ffn[layer] = ranks->next[layer] = -1;
+    ranks->embed = ranks->head = -1;
+    for (int id = 0; id < schedule->op_count; id++) {
+        const struct operation *op = &schedule->ops[id];
+        if (op->pass != PASS_FORWARD) continue;
+        int group = group_of_lane(op, op->lane_count - 1); /* a transfer's receiver */
+        if (op->kind == KIND_ATTENTION) ranks->attention[op->layer] = group;
+        if (op->kind == KIND_FFN) ranks->ffn[op->layer] = group;
+        if (op->kind == KIND_COMBINE && op->lane_count > 1) ranks->next[op->layer] = group;
+        if (op->kind == KIND_EMBED) ranks->embed = group;
+        if (op->kind == KIND_HEAD) ranks->head = group;
+    }
+    for (int layer = 0; layer < ranks->model->layers; layer++)
+        if (ranks->next[layer] < 0) ranks->next[layer] = ranks->ffn[layer];
+}
+
+/* Tokens stay with the rank of the same index from group to group, so attention groups are alike. */
+static bool check_groups(struct ranks *ranks, struct errors *errors) {
+    const struct schedule *schedule = ranks->schedule;
+    int before = errors->count;
+    if (ranks->embed < 0 || ranks->head < 0)
+        errors_add(errors, NULL, "schedule", "has no embedding or no head");
+    for (int layer = 0; layer < ranks->model->layers && errors->count == before; layer++) {
+        int attention = ranks->attention[layer];
+        if (attention < 0 || ranks->ffn[layer] < 0)
+            errors_add(errors, NULL, "schedule", "layer %d has no attention or no feed-forward operation",
+                       layer);
+        else if (schedule->groups[attention].gpus != schedule->groups[ranks->embed].gpus)
+            errors_add(errors, NULL, "schedule", "attention groups differ in size: %d and %d GPUs",
+                       schedule->groups[ranks->embed].gpus, schedule->groups[attention].gpus);
+        else if ((attention == ranks->ffn[layer]) != (ranks->attention[0] == ranks->ffn[0]))
+            errors_add(errors, NULL, "schedule", "only some layers are on separate groups");
+    }
+    return errors->count == before;
+}
+
+bool ranks_read(struct ranks *ranks, const struct plan *plan, const struct schedule *schedule,
+                struct arena *arena, struct errors *errors) {
+    *ranks = (struct ranks){.plan = plan, .model = plan->point->model, .schedule = schedule};
+    size_t layers = (size_t)ranks->model->layers;
+    ranks->first = arena_alloc(arena, (size_t)schedule->group_count * sizeof(int));
+    ranks->attention = arena_alloc(arena, layers * sizeof(int));
+    ranks->ffn = arena_alloc(arena, layers * sizeof(int));
+    ranks->next = arena_alloc(arena, layers * sizeof(int));
+    for (int group = 0; group < schedule->group_count; group++) {
+        ranks->first[group] = ranks->replica_size;
+        ranks->replica_size += schedule->groups[group].gpus;
+    }
+    ranks->count = plan->replicas * ranks->replica_size;
+    read_groups(ranks);
+    if (!check_groups(ranks, errors)) return false;
+    ranks->attention_ranks = schedule->groups[ranks->embed].gpus;
+    ranks->pipelined = ranks->attention[0] == ranks->ffn[0];
+    return true;
+}
+
+struct seat seat_of(const struct ranks *ranks, int rank) {
+    struct seat seat = {.replica = rank / ranks->replica_size};
+    int within = rank % ranks->replica_size;
+    while (within >= ranks->first[seat.group] + ranks->schedule->groups[seat.group].gpus) seat.group++;
+    seat.index = within - ranks->first[seat.group];
+    return seat;
+}
+
+int rank_at(const struct ranks *ranks, struct seat seat) {
+    return seat.replica * ranks->replica_size + ranks->first[seat.group] + seat.index;
+}
+
+/* ---- parameters -------------------------------------------------------------------------------------- */
+
+static bool has_expert(const struct ranks *ranks, struct seat seat, const struct parameter *parameter) {
+    int experts = ranks->model->moe.experts, here = ranks->schedule->groups[seat.group].gpus;
+    return ranks->ffn[parameter->layer] == seat.group &&
+           parameter->expert >= plan_first_expert(experts, here, seat.index) &&
+           parameter->expert < plan_first_expert(experts, here, seat.index + 1);
+}
+
+bool rank_holds(const struct ranks *ranks, int rank, const struct parameter *parameter) {
+    struct seat seat = seat_of(ranks, rank);
+    int layer = parameter->layer;
+    switch (parameter->owner) {
+    case OWNER_EMBEDDING:
+        return seat.group == ranks->embed || (ranks->model->tie_embeddings && seat.group == ranks->head);
+    case OWNER_ATTENTION:
+        return seat.group == ranks->attention[layer];
+    case OWNER_FFN_NORM:
+        return seat.group == ranks->attention[layer] || seat.group == ranks->ffn[layer];
+    case OWNER_EXPERT:
+        return has_expert(ranks, seat, parameter);
+    case OWNER_SHARED:
+        return seat.group == ranks->ffn[layer];
+    case OWNER_HEAD:
+        return seat.group == ranks->head;
+    }
+    return false;
+}
+
+struct holder {
+    const struct ranks *ranks;
+    int rank;
+};
+
+static bool keep(void *context, const struct parameter *parameter) {
+    const struct holder *holder = context;
+    return rank_holds(holder->ranks, holder->rank, parameter);
+}
+
+struct parameters rank_parameters(struct arena *arena, const struct ranks *ranks, int rank) {
+    struct holder holder = {ranks, rank};
+    return parameters_new(arena, ranks->model, keep, &holder);
+}
+
+int parameter_holders(const struct ranks *ranks, const struct parameter *parameter, int *holders) {
+    int count = 0;
+    for (int rank = 0; rank < ranks->count; rank++)
+        if (rank_holds(ranks, rank, parameter)) holders[count++] = rank;
+    return count;
+}
+
+/* ---- tokens ------------------------------------------------------------------------------------------ */
+
+int64_t batch_sequences(const struct ranks *ranks) {
+    return (int64_t)ranks->plan->sequences;
+}
+
+struct batch_part attention_batch(const struct ranks *ranks, int replica, int micro_batch, int index) {
+    int64_t size = ranks->plan->point->micro_batch_size, all = batch_sequences(ranks);
+    int64_t place = ((int64_t)micro_batch * ranks->plan->replicas + replica) * ranks->attention_ranks + index;
+    struct batch_part part = {.first_sequence = place * size};
+    int64_t rest = all - part.first_sequence;
+    part.sequences = (int)(rest < 0 ? 0 : rest < size ? rest : size);
+    return part;
+}
+
+int tokens_before(const struct ranks *ranks, int replica, int micro_batch, int index) {
+    int sequences = 0;
+    for (int i = 0; i < index; i++) sequences += attention_batch(ranks, replica, micro_batch, i).sequences;
+    return sequences * ranks->plan->point->seq_len;
+}
+
+int head_tokens_before(const struct ranks *ranks, int replica, int micro_batch, int index) {
+    if (ranks->pipelined) return tokens_before(ranks, replica, micro_batch, index);
+    int64_t all = tokens_before(ranks, replica, micro_batch, ranks->attention_ranks);
+    return (int)(all * index / ranks->schedule->groups[ranks->head].gpus);
+}

@@ -1,0 +1,72 @@
+/*
+Executor 2: training for real, one MPI rank a GPU of the plan. Front door of core/train.
+
+Concepts
+- A trainer is one rank's share of a run: its seat in the schedule, its parameters, one thread a lane. All
+ranks call the trainer functions together, in the same order; what comes back is the same on every rank.
+- A step runs the schedule's operations in the order of its lanes: an operation starts when what it depends on
+is done here or has arrived, and when the memory it needs has been freed in the schedule's own order, so that
+no rank ever holds more activations than the simulated timeline says.
+- Losses, data and noise depend on seed and step alone, never on the layout.
+*/
+#ifndef TRAIN_TRAIN_H
+#define TRAIN_TRAIN_H
+
+#include "plan/plan.h"
+#include "train/checkpoint.h"
+#include "train/data.h"
+#include "train/reference.h"
+
+#include <mpi.h>
+
+struct trainer;
+
+/* plan, schedule (arranged), planned (its timeline) and data must outlive it. comm has at least ranks->count
+   ranks and only those of them call. NULL on every rank when any failed. */
+struct trainer *trainer_new(const struct plan *plan, const struct schedule *schedule,
+                            const struct timeline *planned, const struct data *data, uint64_t seed,
+                            MPI_Comm comm, struct errors *errors);
+void trainer_free(struct trainer *trainer);
+
+struct state *trainer_state(struct trainer *trainer); /* for checkpoints and import */
+struct progress_mark trainer_mark(const struct trainer *trainer);
+void trainer_resume(struct trainer *trainer, struct progress_mark mark);
+
+struct step_report {
+    int64_t step; /* from 0 */
+    struct step_losses losses;
+    double learning_rate, grad_norm; /* before clipping */
+    double seconds, tokens_per_s;    /* wall clock of the slowest rank */
+    double exposed; /* seconds in which a rank's computation waited for a transfer: mean of ranks */
+    bool finite;    /* false: loss or gradient is not; nothing was updated, and the run must end */
+    int bad_rank;   /* the first rank where a number was not finite; −1 */
+};
+/* One step. Errors never come from here but for loss and gradient: a rank that dies takes the run with it. */
+struct step_report trainer_step(struct trainer *trainer);
+
+/* Beside each following step the single-process reference runs on rank 0, with the parameters the run has.
+   Batches whose top-k margin is below the precision are drawn again from the next seed. */
+void trainer_verify(struct trainer *trainer);
+struct verification {
+    double loss_rel, grad_rel; /* largest over the steps verified */
+    char worst_parameter[160];
+    int reseeded; /* batches drawn again */
+};
+struct verification trainer_verification(const struct trainer *trainer); /* of rank 0, on all ranks */
+
+/* Bytes of one rank. predicted: of the schedule's timeline, for its group; used: what it really held. */
+struct memory_report {
+    double predicted, predicted_static;
+    double used, used_static; /* peak of activations + static; parameters, gradients and optimizer state */
+    double workspace;         /* scratch of operations, message staging, hand-over buffers: not in either */
+    double host;              /* optimizer state offloaded */
+};
+/* reports: (ranks), filled on every rank. Peaks are of all steps so far. */
+void trainer_memory(struct trainer *trainer, struct memory_report *reports);
+int trainer_ranks(const struct trainer *trainer);
+
+/* What the last step really was: a schedule whose groups are ranks, and its measured timeline. On rank 0; the
+   caller frees both. Collective. */
+struct schedule *trainer_measured(struct trainer *trainer, struct timeline *timeline);
+
+#endif

@@ -1,0 +1,111 @@
+/*
+The reference beside the run: the same batch, the same parameters, one process; gradients compared tensor by
+tensor.
+
+Before a step rank 0 takes the run's parameters over, so that any step can be compared, not only the first. A
+token whose k-th and next logit nearly tie may be routed differently by two correct programs: such a batch is
+drawn again.
+*/
+#include "train/executor.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_DRAWS = 100 };
+
+/* Below it rounding can decide which expert is chosen: logits of size 1, with a few bits to spare. */
+static double least_margin(void) {
+    return sizeof(floatX) == sizeof(double) ? 1e-12 : 1e-5;
+}
+
+/* A gradient below this part of the model's largest one is compared with that part: it may be nothing but
+   rounding (the key's bias has no gradient at all). */
+static const double FLOOR = 1e-3;
+
+void trainer_verify(struct trainer *trainer) {
+    trainer->verifying = true;
+    if (trainer->rank != 0) return;
+    trainer->reference = reference_new(trainer->model, trainer->seq_len, 1, 1, trainer->mark.seed);
+    trainer->reference->forced = trainer->forced;
+}
+
+static int *whole_batch(const struct trainer *trainer, uint64_t seed) {
+    size_t length = (size_t)trainer->seq_len + 1;
+    int64_t sequences = batch_sequences(&trainer->ranks);
+    int *tokens = must_alloc((size_t)sequences * length * sizeof *tokens);
+    for (int64_t s = 0; s < sequences; s++)
+        data_sequence(trainer->data, seed, trainer->mark.step, s, tokens + (size_t)s * length);
+    return tokens;
+}
+
+/* The reference's gradients and losses of a batch with a sufficient margin; returns its seed. */
+static uint64_t run_reference(struct trainer *trainer) {
+    for (uint64_t draw = 0;; draw++) {
+        uint64_t seed = trainer->mark.seed + draw;
+        int *tokens = whole_batch(trainer, seed);
+        struct batch batch = {tokens, (int)batch_sequences(&trainer->ranks), seed, trainer->mark.step};
+        trainer->reference_losses = reference_gradients(trainer->reference, &batch);
+        free(tokens);
+        bool clear = trainer->reference_losses.margin > least_margin();
+        if (clear || draw + 1 == MOST_DRAWS) return seed;
+        trainer->verification.reseeded++;
+    }
+}
+
+void verify_batch(struct trainer *trainer) {
+    struct reference *reference = trainer->reference;
+    state_collect(trainer->state, trainer->comm, false, reference ? &reference->parameters : NULL,
+                  reference ? reference->values : NULL);
+    if (reference) trainer->batch_seed = run_reference(trainer);
+    MPI_Request request;
+    MPI_Ibcast(&trainer->batch_seed, 1, MPI_UINT64_T, 0, trainer->comm, &request);
+    wait_all(&request, 1);
+}
+
+static double largest_of(const floatX *values, size_t count) {
+    double most = 0;
+    for (size_t i = 0; i < count; i++) most = fmax(most, fabs((double)values[i]));
+    return most;
+}
+
+static double largest_difference(const floatX *a, const floatX *b, size_t count) {
+    double most = 0;
+    for (size_t i = 0; i < count; i++) {
+        double difference = fabs((double)a[i] - (double)b[i]);
+        if (!(difference <= most)) most = difference; /* NaN counts */
+    }
+    return most;
+}
+
+static void compare(struct trainer *trainer, const floatX *found) {
+    const struct reference *reference = trainer->reference;
+    struct verification *worst = &trainer->verification;
+    double expected = trainer->reference_losses.total;
+    double loss = fabs(trainer->report.losses.total - expected) / fabs(expected);
+    double floor = FLOOR * largest_of(reference->gradients, reference->parameters.total);
+    if (!(loss <= worst->loss_rel)) worst->loss_rel = loss;
+    for (int i = 0; i < reference->parameters.count; i++) {
+        const struct parameter *p = &reference->parameters.list[i];
+        const floatX *expected_gradient = reference->gradients + p->offset;
+        double off = largest_difference(found + p->offset, expected_gradient, p->count);
+        double relative = off / fmax(largest_of(expected_gradient, p->count), floor);
+        if (relative <= worst->grad_rel && worst->worst_parameter[0]) continue;
+        worst->grad_rel = relative;
+        snprintf(worst->worst_parameter, sizeof worst->worst_parameter, "%s", p->name);
+    }
+}
+
+void verify_gradients(struct trainer *trainer) {
+    const struct reference *reference = trainer->reference;
+    floatX *found = reference ? must_alloc(reference->parameters.total * sizeof *found) : NULL;
+    state_collect(trainer->state, trainer->comm, true, reference ? &reference->parameters : NULL, found);
+    if (reference) compare(trainer, found);
+    free(found);
+}
+
+struct verification trainer_verification(const struct trainer *trainer) {
+    struct verification verification = trainer->verification;
+    MPI_Bcast(&verification, (int)sizeof verification, MPI_BYTE, 0, trainer->comm);
+    return verification;
+}
