@@ -406,6 +406,9 @@ static bool read_document(struct json document, const struct override *overrides
         return false;
     }
     const char *file = document.file;
+    /* So that --set train.steps=5 has its place in a manifest that was written for the simulator. */
+    if (!cJSON_GetObjectItemCaseSensitive(document.node, "train"))
+        cJSON_AddObjectToObject(document.node, "train");
     load_in_place(document.node, "model", file, document.arena, errors);
     load_in_place(document.node, "cluster", file, document.arena, errors);
     for (int i = 0; i < override_count; i++)

@@ -79,17 +79,20 @@ static bool ends_operation(struct trainer *trainer, int op) {
     return last;
 }
 
-static void finish(struct trainer *trainer, enum resource resource, int op) {
+/* The operation ends when its memory is free again: the measured timeline then shows what was held. */
+static double finish(struct trainer *trainer, enum resource resource, int op) {
     if (ends_operation(trainer, op)) {
         free_memory(trainer, op);
         const struct list *tells = &trainer->program.tells;
         for (int i = tells->first[op]; i < tells->first[op + 1]; i++)
             tell_group(trainer, op, tells->items[i]);
     }
+    double end = seconds_now();
     pthread_mutex_lock(&trainer->mutex);
     trainer->progress[resource]++;
     pthread_cond_broadcast(&trainer->changed);
     pthread_mutex_unlock(&trainer->mutex);
+    return end;
 }
 
 /* ---- lanes ------------------------------------------------------------------------------------------- */
@@ -130,8 +133,7 @@ static void *run_lane(void *argument) {
         if (run->resource != RESOURCE_RECV) wait_for_group(trainer, op);
         double start = seconds_now();
         start = run_half(trainer, run->resource, op, start);
-        trainer->spans[run->resource][i] = (struct span){start, seconds_now()};
-        finish(trainer, run->resource, op);
+        trainer->spans[run->resource][i] = (struct span){start, finish(trainer, run->resource, op)};
     }
     return NULL;
 }

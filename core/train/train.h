@@ -54,12 +54,15 @@ struct verification {
 };
 struct verification trainer_verification(const struct trainer *trainer); /* of rank 0, on all ranks */
 
-/* Bytes of one rank. predicted: of the schedule's timeline, for its group; used: what it really held. */
+/* Bytes of one rank. */
 struct memory_report {
-    double predicted, predicted_static;
-    double used, used_static; /* peak of activations + static; parameters, gradients and optimizer state */
-    double workspace;         /* scratch of operations, message staging, hand-over buffers: not in either */
-    double host;              /* optimizer state offloaded */
+    double predicted, predicted_static; /* of the simulated timeline, for the rank's group; static:
+                                           parameters, gradients and optimizer state */
+    double as_run; /* the same activations on the timeline that was measured: transfers that came later
+                      than simulated overlap less, so it may be below predicted, never above */
+    double used, used_static; /* what the rank really held: its peak, and the static part */
+    double workspace; /* scratch of operations, message staging, hand-over buffers: not in the others */
+    double host;      /* optimizer state offloaded */
 };
 /* reports: (ranks), filled on every rank. Peaks are of all steps so far. */
 void trainer_memory(struct trainer *trainer, struct memory_report *reports);

@@ -57,13 +57,19 @@ static int lane_length(const struct trainer *trainer, int group, enum resource r
     return trainer->schedule->lanes[lane_of(group, resource)].count;
 }
 
+/* Peak of the rank's group on a timeline, with the schedule's bytes. */
+static double peak_on(const struct trainer *trainer, const struct timeline *timeline) {
+    double *peaks = must_alloc((size_t)trainer->schedule->group_count * sizeof *peaks);
+    schedule_memory_peaks(trainer->schedule, timeline, peaks);
+    double peak = peaks[trainer->seat.group];
+    free(peaks);
+    return peak;
+}
+
 /* Activations of this rank's group at their peak, and a little for each one's header. */
 static size_t pool_capacity(const struct trainer *trainer) {
     const struct schedule *schedule = trainer->schedule;
-    double *peaks = must_alloc((size_t)schedule->group_count * sizeof *peaks);
-    schedule_memory_peaks(schedule, trainer->planned, peaks);
-    double bytes = peaks[trainer->seat.group] - schedule->groups[trainer->seat.group].static_bytes;
-    free(peaks);
+    double bytes = peak_on(trainer, trainer->planned) - schedule->groups[trainer->seat.group].static_bytes;
     return (size_t)(bytes * 1.05) + (1 << 16);
 }
 
@@ -259,20 +265,27 @@ static struct timeline own_timeline(const struct trainer *trainer) {
     return timeline;
 }
 
-/* Mean over ranks of the seconds in which the compute lane waited for a transfer in progress. */
-static double exposed_seconds(struct trainer *trainer, double began) {
+/* Seconds in which the compute lane waited for a transfer in progress. */
+static double exposed_seconds(const struct trainer *trainer, const struct timeline *timeline) {
     const struct lane *lane = &trainer->schedule->lanes[lane_of(trainer->seat.group, RESOURCE_COMPUTE)];
-    struct timeline timeline = own_timeline(trainer);
-    double exposed = 0, now = began;
+    double exposed = 0, now = trainer->began;
     for (int i = 0; i < lane->count; i++) {
         struct span span = trainer->spans[RESOURCE_COMPUTE][i];
         if (span.start > now)
-            exposed += schedule_exposed(trainer->schedule, &timeline, lane->ops[i], now, span.start);
+            exposed += schedule_exposed(trainer->schedule, timeline, lane->ops[i], now, span.start);
         now = span.end;
     }
+    return exposed;
+}
+
+/* What the measured timeline says: exposed communication (mean over ranks) and the peak of memory. */
+static void read_timeline(struct trainer *trainer) {
+    struct timeline timeline = own_timeline(trainer);
+    double exposed = exposed_seconds(trainer, &timeline);
+    trainer->peak_as_run = fmax(trainer->peak_as_run, peak_on(trainer, &timeline));
     timeline_free(&timeline);
     sum_over_ranks(trainer, &exposed, 1, MPI_DOUBLE, MPI_SUM);
-    return exposed / trainer->ranks.count;
+    trainer->report.exposed = exposed / trainer->ranks.count;
 }
 
 static void begin_step(struct trainer *trainer) {
@@ -298,7 +311,7 @@ struct step_report trainer_step(struct trainer *trainer) {
     report->seconds = seconds_now() - trainer->began;
     sum_over_ranks(trainer, &report->seconds, 1, MPI_DOUBLE, MPI_MAX);
     report->tokens_per_s = (double)batch_sequences(&trainer->ranks) * trainer->seq_len / report->seconds;
-    report->exposed = exposed_seconds(trainer, trainer->began);
+    read_timeline(trainer);
     trainer->mark.step++;
     return *report;
 }
@@ -308,10 +321,9 @@ struct step_report trainer_step(struct trainer *trainer) {
 void trainer_memory(struct trainer *trainer, struct memory_report *reports) {
     const struct schedule *schedule = trainer->schedule;
     const struct state *state = trainer->state;
-    double *peaks = must_alloc((size_t)schedule->group_count * sizeof *peaks);
-    schedule_memory_peaks(schedule, trainer->planned, peaks);
     struct memory_report own = {
-        .predicted = peaks[trainer->seat.group],
+        .predicted = peak_on(trainer, trainer->planned),
+        .as_run = trainer->peak_as_run,
         .predicted_static = schedule->groups[trainer->seat.group].static_bytes,
         .used_static = (double)(state->value_bytes + state->gradient_bytes + state->moment_bytes),
         .workspace = (double)trainer->passing_peak,
@@ -320,7 +332,6 @@ void trainer_memory(struct trainer *trainer, struct memory_report *reports) {
     own.used = own.used_static + (double)pool_use(trainer->pool).peak;
     for (int resource = 0; resource < RESOURCE_COUNT; resource++)
         own.workspace += (double)trainer->contexts[resource].scratch_peak;
-    free(peaks);
     int doubles = (int)(sizeof own / sizeof(double));
     MPI_Allgather(&own, doubles, MPI_DOUBLE, reports, doubles, MPI_DOUBLE, trainer->comm);
 }

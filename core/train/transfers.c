@@ -339,8 +339,8 @@ static double combine_receive(struct leg leg) {
         }
         messages[j].count = combined->count;
     }
-    stage_rows(leg, messages);
     take_memory(trainer, leg.op);
+    stage_rows(leg, messages);
     if (!leg.again) {
         int tokens = stream_tokens(trainer, leg.layer + 1, leg.micro_batch);
         floatX *stream = stream_for(trainer, above, tokens);
@@ -414,8 +414,8 @@ static double dispatch_backward_receive(struct leg leg) {
     struct message *messages = messages_with(trainer, leg.other);
     double first = receive_heads(trainer, leg.op, messages, leg.others);
     for (int j = 0; j < leg.others; j++) messages[j].count = cell->sent[j].count;
-    stage_rows(leg, messages);
     take_memory(trainer, leg.op);
+    stage_rows(leg, messages);
     floatX *dmiddle = cell->slot[ROLE_MIDDLE_GRADIENT];
     cell->dweights = passing_new(trainer, (size_t)tokens * top_k * sizeof *cell->dweights);
     if (cell->local_gradient)
