@@ -115,7 +115,7 @@ struct trainer {
     struct step_report report;
     struct passing *passing; /* hand-over buffers and bookkeeping of the step */
     size_t passing_bytes, passing_peak;
-    double peak_as_run; /* of all steps: the schedule's bytes on the measured timeline */
+    double planned_bytes, planned_peak; /* of what is held, as the schedule has it; its peak of all steps */
 
     struct reference *reference; /* of rank 0 when verifying */
     bool verifying;

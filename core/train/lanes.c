@@ -20,7 +20,11 @@ static void take(struct trainer *trainer, int id) {
     if (activation->role == ROLE_OTHER) return;
     struct cell *cell = cell_at(trainer, activation->layer, activation->micro_batch);
     size_t bytes = activation_bytes(trainer, activation);
+    pthread_mutex_lock(&trainer->mutex); /* so that what is held and what is planned grow together */
     void *memory = pool_take(trainer->pool, bytes);
+    trainer->planned_bytes += activation->bytes;
+    if (trainer->planned_bytes > trainer->planned_peak) trainer->planned_peak = trainer->planned_bytes;
+    pthread_mutex_unlock(&trainer->mutex);
     trainer->taken[id] = (double)bytes;
     cell->slot[activation->role] = memory;
     bool stream = activation->role == ROLE_LAYER_INPUT || activation->role == ROLE_HEAD_INPUT;
@@ -42,7 +46,10 @@ static void free_memory(struct trainer *trainer, int op) {
         const struct activation *activation = &trainer->schedule->activations[frees->items[i]];
         if (activation->role == ROLE_OTHER) continue;
         struct cell *cell = cell_at(trainer, activation->layer, activation->micro_batch);
+        pthread_mutex_lock(&trainer->mutex);
         pool_give(trainer->pool, cell->slot[activation->role]);
+        trainer->planned_bytes -= activation->bytes;
+        pthread_mutex_unlock(&trainer->mutex);
         cell->slot[activation->role] = NULL;
     }
 }

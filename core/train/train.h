@@ -58,7 +58,7 @@ struct verification trainer_verification(const struct trainer *trainer); /* of r
 struct memory_report {
     double predicted, predicted_static; /* of the simulated timeline, for the rank's group; static:
                                            parameters, gradients and optimizer state */
-    double as_run; /* the same activations on the timeline that was measured: transfers that came later
+    double as_run; /* peak of the schedule's bytes for what was held at one time: transfers that come later
                       than simulated overlap less, so it may be below predicted, never above */
     double used, used_static; /* what the rank really held: its peak, and the static part */
     double workspace; /* scratch of operations, message staging, hand-over buffers: not in the others */

@@ -57,10 +57,10 @@ static int lane_length(const struct trainer *trainer, int group, enum resource r
     return trainer->schedule->lanes[lane_of(group, resource)].count;
 }
 
-/* Peak of the rank's group on a timeline, with the schedule's bytes. */
-static double peak_on(const struct trainer *trainer, const struct timeline *timeline) {
+/* Peak of the rank's group on the planned timeline. */
+static double planned_peak(const struct trainer *trainer) {
     double *peaks = must_alloc((size_t)trainer->schedule->group_count * sizeof *peaks);
-    schedule_memory_peaks(trainer->schedule, timeline, peaks);
+    schedule_memory_peaks(trainer->schedule, trainer->planned, peaks);
     double peak = peaks[trainer->seat.group];
     free(peaks);
     return peak;
@@ -69,7 +69,7 @@ static double peak_on(const struct trainer *trainer, const struct timeline *time
 /* Activations of this rank's group at their peak, and a little for each one's header. */
 static size_t pool_capacity(const struct trainer *trainer) {
     const struct schedule *schedule = trainer->schedule;
-    double bytes = peak_on(trainer, trainer->planned) - schedule->groups[trainer->seat.group].static_bytes;
+    double bytes = planned_peak(trainer) - schedule->groups[trainer->seat.group].static_bytes;
     return (size_t)(bytes * 1.05) + (1 << 16);
 }
 
@@ -278,11 +278,10 @@ static double exposed_seconds(const struct trainer *trainer, const struct timeli
     return exposed;
 }
 
-/* What the measured timeline says: exposed communication (mean over ranks) and the peak of memory. */
-static void read_timeline(struct trainer *trainer) {
+/* Mean over ranks. */
+static void report_exposed(struct trainer *trainer) {
     struct timeline timeline = own_timeline(trainer);
     double exposed = exposed_seconds(trainer, &timeline);
-    trainer->peak_as_run = fmax(trainer->peak_as_run, peak_on(trainer, &timeline));
     timeline_free(&timeline);
     sum_over_ranks(trainer, &exposed, 1, MPI_DOUBLE, MPI_SUM);
     trainer->report.exposed = exposed / trainer->ranks.count;
@@ -311,7 +310,7 @@ struct step_report trainer_step(struct trainer *trainer) {
     report->seconds = seconds_now() - trainer->began;
     sum_over_ranks(trainer, &report->seconds, 1, MPI_DOUBLE, MPI_MAX);
     report->tokens_per_s = (double)batch_sequences(&trainer->ranks) * trainer->seq_len / report->seconds;
-    read_timeline(trainer);
+    report_exposed(trainer);
     trainer->mark.step++;
     return *report;
 }
@@ -322,8 +321,8 @@ void trainer_memory(struct trainer *trainer, struct memory_report *reports) {
     const struct schedule *schedule = trainer->schedule;
     const struct state *state = trainer->state;
     struct memory_report own = {
-        .predicted = peak_on(trainer, trainer->planned),
-        .as_run = trainer->peak_as_run,
+        .predicted = planned_peak(trainer),
+        .as_run = schedule->groups[trainer->seat.group].static_bytes + trainer->planned_peak,
         .predicted_static = schedule->groups[trainer->seat.group].static_bytes,
         .used_static = (double)(state->value_bytes + state->gradient_bytes + state->moment_bytes),
         .workspace = (double)trainer->passing_peak,
