@@ -37,6 +37,7 @@ struct layout {
     struct chunk *chunk;     /* pp × vpp of them, in the order tokens pass them */
     int **gpus;              /* of each stage in the replica that is modelled */
     int **all_gpus;          /* of each stage in all replicas */
+    int *tied;               /* GPUs with a tied embedding: of the first and last stage, in all replicas */
     int **expert_gpus;       /* GPUs that hold the same experts as the stage's first GPU, one a replica */
     double *slowest;         /* GPU speed of each stage */
     struct layer_cost *cost; /* of each layer */
@@ -113,11 +114,14 @@ static void place_stages(struct layout *layout) {
         layout->expert_gpus[stage] = arena_alloc(layout->arena, (size_t)replicas * sizeof(int));
         for (int r = 0; r < replicas; r++) layout->expert_gpus[stage][r] = layout->all_gpus[stage][r * ep];
     }
+    layout->tied = arena_alloc(layout->arena, 2 * (size_t)all * sizeof(int));
+    memcpy(layout->tied, layout->all_gpus[0], (size_t)all * sizeof(int));
+    memcpy(layout->tied + all, layout->all_gpus[layout->pp - 1], (size_t)all * sizeof(int));
 }
 
-static struct layer_cost cost_on(const struct layout *layout, int layer, int stage) {
+static struct sides sides_of(const struct layout *layout, int stage) {
     int *gpus = layout->gpus[stage], ep = layout->ep;
-    return plan_layer_cost(layout->plan, layer, (struct sides){gpus, ep, gpus, ep, gpus, ep});
+    return (struct sides){gpus, ep, gpus, ep, gpus, ep};
 }
 
 static void price(struct layout *layout) {
@@ -136,13 +140,14 @@ static void price(struct layout *layout) {
     else if (pp > 1)
         layout->p2p =
             cluster_pairwise(point->cluster, layout->gpus[0], layout->gpus[1], ep, layout->p2p_bytes).seconds;
-    split_layers(layout, cost_on(layout, layers - 1, 0));
+    split_layers(layout, plan_layer_cost(layout->plan, layers - 1, sides_of(layout, 0)));
     /* A stage with a slow GPU, or one whose GPUs straddle nodes differently, has costs of its own. */
     for (int c = 0; c < layout->chunks; c++)
         for (int i = 0; i < layout->chunk[c].layers; i++) {
             int layer = layout->chunk[c].first_layer + i;
-            layout->cost[layer] = cost_on(layout, layer, layout->chunk[c].stage);
-            layout->memory[layer] = plan_layer_memory(plan, layer, ep, ep);
+            layout->cost[layer] =
+                plan_layer_cost(layout->plan, layer, sides_of(layout, layout->chunk[c].stage));
+            layout->memory[layer] = plan_layer_memory(plan, layer, sides_of(layout, layout->chunk[c].stage));
         }
 }
 
@@ -169,17 +174,16 @@ static struct layout *layout_new(const struct plan *plan) {
     return layout;
 }
 
-/* What a GPU of a stage holds: everything that all GPUs of the stage share, and its experts. */
-static int stage_shards(const struct layout *layout, int stage, struct shard shards[2]) {
+/* What a GPU of a stage holds: everything that all GPUs of the stage share, its experts, and an embedding
+   that the last stage uses as well for its output. */
+static int stage_shards(const struct layout *layout, int stage, struct shard shards[3]) {
     const struct plan *plan = layout->plan;
     const struct model *model = plan->point->model;
     double shared = 0, experts = 0, here = ceil((double)model->moe.experts / layout->ep);
-    if (stage == 0) shared += model_embedding_parameters(model);
-    if (stage == layout->pp - 1) {
-        shared += model_head_parameters(model);
-        if (model->tie_embeddings && layout->pp > 1)
-            shared += model_embedding_parameters(model); /* its own copy */
-    }
+    bool first = stage == 0, last = stage == layout->pp - 1;
+    int tied_stages = layout->pp > 1 ? 2 : 1;
+    if (first && !model->tie_embeddings) shared += model_embedding_parameters(model);
+    if (last) shared += model_head_parameters(model);
     for (int c = stage; c < layout->chunks; c += layout->pp)
         for (int i = 0; i < layout->chunk[c].layers; i++) {
             int layer = layout->chunk[c].first_layer + i;
@@ -189,11 +193,14 @@ static int stage_shards(const struct layout *layout, int stage, struct shard sha
         }
     shards[0] = (struct shard){shared, layout->all_gpus[stage], plan->replicas * layout->ep};
     shards[1] = (struct shard){experts, layout->expert_gpus[stage], plan->replicas};
-    return 2;
+    if (!model->tie_embeddings || !(first || last)) return 2;
+    shards[2] = (struct shard){model_embedding_parameters(model), layout->tied,
+                               tied_stages * plan->replicas * layout->ep};
+    return 3;
 }
 
 static struct need stage_need(const struct layout *layout, int stage) {
-    struct shard shards[2];
+    struct shard shards[3];
     int count = stage_shards(layout, stage, shards);
     return (struct need){plan_static_bytes(layout->plan, shards, count),
                          plan_step_end(layout->plan, shards, count)};
@@ -430,7 +437,7 @@ const struct system megatron = {
     .name = "megatron",
     .title = "PP x EP x DP, interleaved 1F1B, all-to-alls not overlapped",
     .paper = "Megatron-LM, arXiv 1909.08053 and 2104.04473",
-    .executors = EXECUTOR_SIMULATOR,
+    .executors = EXECUTOR_SIMULATOR | EXECUTOR_CPU,
     .zero_max = 1,
     .layouts = layouts,
     .size = size,

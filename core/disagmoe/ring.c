@@ -24,6 +24,7 @@ operation's place is how far round its micro-batch's trip it is: forward layer l
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 struct ring {
     const struct plan *plan;
@@ -31,6 +32,7 @@ struct ring {
     int **a_gpus, **f_gpus; /* of each group in the modelled replica */
     int **a_all, **f_all;   /* of each group in all replicas: what shares replicated parameters */
     int **f_same;           /* GPUs with the same experts as the group's first F-GPU, one a replica */
+    int *tied;              /* GPUs with a tied embedding: of A0 and of the head's F-group, in all replicas */
     struct layer_cost *cost;
     struct layer_memory *memory;
     double embed[2], head[2];
@@ -90,6 +92,10 @@ static void place_ring(struct ring *ring) {
     ring->f_same = arena_alloc(ring->arena, p * sizeof(int *));
     place_side(ring, false, ring->a_gpus, ring->a_all);
     place_side(ring, true, ring->f_gpus, ring->f_all);
+    int a = ring->plan->replicas * ring->m, f = ring->plan->replicas * ring->n;
+    ring->tied = arena_alloc(ring->arena, (size_t)(a + f) * sizeof(int));
+    memcpy(ring->tied, ring->a_all[0], (size_t)a * sizeof(int));
+    memcpy(ring->tied + a, ring->f_all[(ring->layers - 1) % ring->p], (size_t)f * sizeof(int));
     for (int g = 0; g < ring->p; g++) {
         ring->f_same[g] = arena_alloc(ring->arena, (size_t)ring->plan->replicas * sizeof(int));
         for (int r = 0; r < ring->plan->replicas; r++) ring->f_same[g][r] = ring->f_all[g][r * ring->n];
@@ -122,7 +128,7 @@ static void price(struct ring *ring) {
             sides.next_count = ring->n;
         }
         ring->cost[l] = plan_layer_cost(plan, l, sides);
-        ring->memory[l] = plan_layer_memory(plan, l, ring->m, ring->n);
+        ring->memory[l] = plan_layer_memory(plan, l, sides);
     }
     for (int pass = 0; pass < 2; pass++) {
         enum pass which = pass ? PASS_BACKWARD : PASS_FORWARD;
@@ -149,42 +155,50 @@ static struct ring *ring_new(const struct plan *plan) {
     return ring;
 }
 
+/* An embedding that the output head uses as well is one parameter with holders on both sides. */
+static struct shard tied_shard(const struct ring *ring) {
+    return (struct shard){model_embedding_parameters(ring->plan->point->model), ring->tied,
+                          ring->plan->replicas * (ring->m + ring->n)};
+}
+
 /* What a GPU of each side of group g holds. The feed-forward norm is on both: the router's side and the
  * experts'. */
-static int attention_shards(const struct ring *ring, int g, struct shard shards[1]) {
+static int attention_shards(const struct ring *ring, int g, struct shard shards[2]) {
     const struct model *model = ring->plan->point->model;
-    double shared = g == 0 ? model_embedding_parameters(model) : 0;
+    double shared = g == 0 && !model->tie_embeddings ? model_embedding_parameters(model) : 0;
     for (int l = g; l < ring->layers; l += ring->p)
         shared += model_attention_parameters(model) + model_router_parameters(model, l);
     shards[0] = (struct shard){shared, ring->a_all[g], ring->plan->replicas * ring->m};
-    return 1;
+    if (g > 0 || !model->tie_embeddings) return 1;
+    shards[1] = tied_shard(ring);
+    return 2;
 }
 
-static int ffn_shards(const struct ring *ring, int g, struct shard shards[2]) {
+static int ffn_shards(const struct ring *ring, int g, struct shard shards[3]) {
     const struct model *model = ring->plan->point->model;
     double shared = 0, experts = 0, here = ceil((double)model->moe.experts / ring->n);
-    if (g == (ring->layers - 1) % ring->p) {
-        shared += model_head_parameters(model);
-        if (model->tie_embeddings) shared += model_embedding_parameters(model); /* its own copy */
-    }
+    bool head = g == (ring->layers - 1) % ring->p;
+    if (head) shared += model_head_parameters(model);
     for (int l = g; l < ring->layers; l += ring->p) {
         shared += model_shared_parameters(model, l) + model->hidden;
         if (model_layer_is_moe(model, l)) experts += here * model_expert_parameters(model);
     }
     shards[0] = (struct shard){shared, ring->f_all[g], ring->plan->replicas * ring->n};
     shards[1] = (struct shard){experts, ring->f_same[g], ring->plan->replicas};
-    return 2;
+    if (!head || !model->tie_embeddings) return 2;
+    shards[2] = tied_shard(ring);
+    return 3;
 }
 
 static struct need attention_need(const struct ring *ring, int g) {
-    struct shard shards[1];
+    struct shard shards[2];
     int count = attention_shards(ring, g, shards);
     return (struct need){plan_static_bytes(ring->plan, shards, count),
                          plan_step_end(ring->plan, shards, count)};
 }
 
 static struct need ffn_need(const struct ring *ring, int g) {
-    struct shard shards[2];
+    struct shard shards[3];
     int count = ffn_shards(ring, g, shards);
     return (struct need){plan_static_bytes(ring->plan, shards, count),
                          plan_step_end(ring->plan, shards, count)};
@@ -399,7 +413,7 @@ const struct system disagmoe = {
     .name = "disagmoe",
     .title = "attention and experts on separate GPUs, AF-Pipe round a ring",
     .paper = "DisagMoE, arXiv 2605.11005",
-    .executors = EXECUTOR_SIMULATOR,
+    .executors = EXECUTOR_SIMULATOR | EXECUTOR_CPU,
     .searches_order = true,
     .uses_placement = true,
     .zero_max = 1,

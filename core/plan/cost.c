@@ -70,6 +70,17 @@ static double busiest_copies(const struct plan *plan, int layer, int attention_c
     return all * busiest_share(plan, ffn_count, experts);
 }
 
+static bool is_pipelined(struct sides sides) {
+    return sides.attention_gpus == sides.ffn_gpus;
+}
+
+/* Tokens that pass the shared experts, or the dense FFN, of the busiest feed-forward GPU. On separate sides a
+   token's shared experts run where its first choice runs, and first choices are spread as all copies are. */
+static double shared_tokens(const struct plan *plan, int layer, struct sides sides, double copies) {
+    if (is_pipelined(sides)) return tokens_per_gpu(plan);
+    return copies / model_copies(plan->point->model, layer);
+}
+
 static void table_layer_cost(const struct plan *plan, struct layer_cost *cost) {
     const struct cost_table *table = plan->point->table;
     bool full = plan->memory.recompute == RECOMPUTE_FULL;
@@ -105,8 +116,8 @@ static void attention_cost(const struct plan *plan, int layer, double speed, dou
 static void ffn_cost(const struct plan *plan, int layer, struct sides sides, double speed, double *seconds) {
     const struct model *model = plan->point->model;
     const struct cluster *cluster = plan->point->cluster;
-    double tokens = tokens_per_gpu(plan) * sides.attention_count / sides.ffn_count, experts;
-    double copies = busiest_copies(plan, layer, sides.attention_count, sides.ffn_count, &experts);
+    double experts, copies = busiest_copies(plan, layer, sides.attention_count, sides.ffn_count, &experts);
+    double tokens = shared_tokens(plan, layer, sides, copies);
     struct work forward = model_ffn_work(model, layer, WORK_FORWARD, copies, tokens, experts);
     struct work again = {0};
     if (plan->memory.recompute == RECOMPUTE_FULL) again = forward;
@@ -126,7 +137,7 @@ static void ffn_cost(const struct plan *plan, int layer, struct sides sides, dou
 static void transfer_cost(const struct plan *plan, int layer, struct sides sides, struct layer_cost *cost) {
     const struct model *model = plan->point->model;
     bool moe = model_layer_is_moe(model, layer);
-    if (!moe && sides.attention_gpus == sides.ffn_gpus) return;
+    if (!moe && is_pipelined(sides)) return;
     int all = sides.attention_count + sides.ffn_count + sides.next_count;
     double *shares = must_alloc((size_t)all * sizeof *shares);
     double *loads = shares + sides.attention_count, *next_shares = loads + sides.ffn_count, kept = 0;
@@ -246,12 +257,12 @@ struct step_end plan_step_end(const struct plan *plan, const struct shard *shard
 
 /* ---- activations ------------------------------------------------------------------------------------- */
 
-struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int attention_count,
-                                      int ffn_count) {
+struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct sides sides) {
     const struct model *model = plan->point->model;
     enum recompute level = (enum recompute)plan->memory.recompute;
-    double tokens = tokens_per_gpu(plan), ffn_tokens = tokens * attention_count / ffn_count, experts;
-    double copies = busiest_copies(plan, layer, attention_count, ffn_count, &experts);
+    double tokens = tokens_per_gpu(plan), experts;
+    double copies = busiest_copies(plan, layer, sides.attention_count, sides.ffn_count, &experts);
+    double ffn_tokens = shared_tokens(plan, layer, sides, copies);
     double routed = model_layer_is_moe(model, layer) ? copies : 0;
     return (struct layer_memory){
         .layer_input = tokens * model_hidden_bytes(model),

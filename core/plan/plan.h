@@ -188,7 +188,7 @@ struct layer_memory {
     double full_attention; /* A and F internals while a full recomputation or the pass itself runs */
     double full_ffn;
 };
-struct layer_memory plan_layer_memory(const struct plan *plan, int layer, int attention_count, int ffn_count);
+struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct sides sides);
 
 /* ---- blocks ------------------------------------------------------------------------------------------ */
 
