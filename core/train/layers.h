@@ -18,6 +18,8 @@ gives the gradients of its matrices and biases. Gradients of small vectors that 
 #include "base/base.h"
 #include "model/model.h"
 
+#include <string.h>
+
 #ifdef FLOATX_DOUBLE
 typedef double floatX;
 #else
@@ -289,7 +291,22 @@ void adamw(struct context *context, const struct optimizer *optimizer, int64_t s
 void adamw_bf16(struct context *context, const struct optimizer *optimizer, int64_t step, double scale,
                 bool decay, floatX *values, const floatX *gradients, uint16_t *moment1, uint16_t *moment2,
                 size_t count, size_t first, uint64_t key);
-uint16_t bf16_from_float(float value); /* to nearest, ties to even */
-float bf16_to_float(uint16_t bits);
+static inline uint32_t float_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+/* To nearest, ties to even; a NaN stays one. */
+static inline uint16_t bf16_from_float(float value) {
+    uint32_t bits = float_bits(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+static inline float bf16_to_float(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
 
 #endif

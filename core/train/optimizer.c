@@ -45,25 +45,6 @@ double clip_scale(const struct optimizer *optimizer, double squares) {
 
 /* ---- BF16 -------------------------------------------------------------------------------------------- */
 
-static uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-uint16_t bf16_from_float(float value) {
-    uint32_t bits = bits_of(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40); /* a NaN stays one */
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-float bf16_to_float(uint16_t bits) {
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
 /* 32 well mixed bits of a key and a number (the finaliser of MurmurHash3). */
 static uint32_t mix(uint64_t key, uint64_t number) {
     uint64_t x = key + number * 0x9e3779b97f4a7c15u;
@@ -74,7 +55,7 @@ static uint32_t mix(uint64_t key, uint64_t number) {
 
 /* Up with the probability of the part cut off. Infinities and NaN stay what they are. */
 static uint16_t bf16_stochastic(float value, uint32_t random) {
-    uint32_t bits = bits_of(value);
+    uint32_t bits = float_bits(value);
     if ((bits & 0x7f800000u) == 0x7f800000u) return bf16_from_float(value);
     return (uint16_t)((bits + (random & 0xffff)) >> 16);
 }

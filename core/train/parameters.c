@@ -150,17 +150,18 @@ const struct parameter *parameters_find(const struct parameters *parameters, con
 
 /* ---- initial values ---------------------------------------------------------------------------------- */
 
-/* FNV-1a of the name, so that a tensor starts the same on whichever rank and in whichever order. */
-static uint64_t name_seed(const char *name, uint64_t seed) {
+/* FNV-1a of the name. */
+uint64_t parameter_key(const struct parameter *parameter, uint64_t number) {
     uint64_t hash = 14695981039346656037u;
-    for (; *name; name++) hash = (hash ^ (unsigned char)*name) * 1099511628211u;
-    return hash ^ (seed * 0x9e3779b97f4a7c15u);
+    for (const char *name = parameter->name; *name; name++)
+        hash = (hash ^ (unsigned char)*name) * 1099511628211u;
+    return hash ^ (number * 0x9e3779b97f4a7c15u);
 }
 
 void parameters_initialise(const struct parameters *parameters, floatX *values, uint64_t seed) {
     for (int i = 0; i < parameters->count; i++) {
         const struct parameter *p = &parameters->list[i];
-        struct rng rng = rng_seed(name_seed(p->name, seed));
+        struct rng rng = rng_seed(parameter_key(p, seed));
         for (size_t e = 0; e < p->count; e++) {
             /* through float, so that both builds start from the same values */
             float value = p->deviation > 0 ? (float)(p->deviation * rng_normal(&rng)) : (float)p->initial;

@@ -48,6 +48,8 @@ struct parameters parameters_new(struct arena *arena, const struct model *model,
                                  bool (*keep)(void *context, const struct parameter *parameter),
                                  void *context);
 const struct parameter *parameters_find(const struct parameters *parameters, const char *name); /* or NULL */
+/* A seed from a parameter's name and a number: the same on whichever rank and in whichever order. */
+uint64_t parameter_key(const struct parameter *parameter, uint64_t number);
 void parameters_initialise(const struct parameters *parameters, floatX *values, uint64_t seed);
 
 /* ---- where a component's tensors lie ----------------------------------------------------------------- */

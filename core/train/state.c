@@ -540,13 +540,6 @@ double state_gradient_squares(const struct state *state) {
     return sum;
 }
 
-/* Differs between parameters and steps and is the same on all ranks: FNV-1a. */
-static uint64_t rounding_key(const char *name, int64_t step) {
-    uint64_t hash = 14695981039346656037u;
-    for (; *name; name++) hash = (hash ^ (unsigned char)*name) * 1099511628211u;
-    return hash ^ ((uint64_t)step + 1) * 0x9e3779b97f4a7c15u;
-}
-
 struct step {
     struct context *context;
     const struct optimizer *optimizer;
@@ -558,7 +551,7 @@ struct step {
 /* part: of the tensor; moments: the place of its first element's. */
 static void update_part(struct state *state, const struct step *step, const struct parameter *p,
                         struct slice part, size_t moments) {
-    uint64_t key = rounding_key(p->name, step->number);
+    uint64_t key = parameter_key(p, (uint64_t)step->number + 1);
     for (size_t done = 0, count; done < part.count; done += count) {
         count = part.count - done;
         size_t first = part.first + done, at = p->offset + first, moment = moments + done;
