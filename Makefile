@@ -1,4 +1,4 @@
-# Targets:  all  test  check  check-long  check-sanitize  check-valgrind  reproduce  setup  format  clean
+# Targets:  all  test  check  check-long  check-sanitize  check-threads  check-valgrind  reproduce  setup  format  clean
 # A build variant is a folder and extra flags: make BUILD=build/mine EXTRA=-DMINE. `make test TESTS=test_model` runs one test.
 
 PACKAGES := gcc make libcjson-dev libopenblas-dev libcmocka-dev openmpi-bin libopenmpi-dev python3-matplotlib valgrind
@@ -19,6 +19,7 @@ CPPFLAGS = -MMD -MP -Icore -I. $(MPI_CFLAGS)
 LDLIBS   = -Wl,--as-needed -lcjson -lopenblas $(MPI_LIBS) -lpthread -lm
 # Instrumented code draws false warnings from gcc; the plain build has the true ones.
 SANITIZE = BUILD=build/sanitize EXTRA='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -Wno-error'
+THREADS  = BUILD=build/threads EXTRA='-fsanitize=thread -fno-omit-frame-pointer -Wno-error'
 # Valgrind knows fewer instructions than a new processor has.
 VALGRIND = BUILD=build/valgrind TRAIN_OPT=-O2
 
@@ -45,7 +46,7 @@ MAKEFLAGS += -j$(shell nproc)
 endif
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
-.PHONY: all tests test check check-long check-sanitize check-valgrind reproduce setup format clean
+.PHONY: all tests test check check-long check-sanitize check-threads check-valgrind reproduce setup format clean
 all: $(BINARIES)
 tests: all $(call programs,$(BUILD))
 
@@ -74,19 +75,25 @@ $(BUILD)/%.o: %.c Makefile
 # Each check builds in a make of its own, started after set-up: what that installed is seen only then.
 PLAIN_RUNS    = $(patsubst %,plain:%,$(call programs,build) $(SCRIPTS))
 SANITIZE_RUNS = $(patsubst %,sanitize:%,$(call programs,build/sanitize) $(SCRIPTS))
-VALGRIND_RUNS = $(patsubst %,valgrind:%,$(call programs,build/valgrind))
+# Races need threads, which only a run over ranks has.
+THREADS_RUNS  = $(patsubst %,threads:%,$(filter %executor_mpi,$(call programs,build/threads)))
+VALGRIND_RUNS = $(patsubst %,valgrind:%,$(filter-out %_mpi,$(call programs,build/valgrind)))
 test: tests
 	@tests/run.sh $(PLAIN_RUNS)
 check: setup
 	@$(MAKE) tests
 	@$(MAKE) tests $(SANITIZE)
 	@$(MAKE) tests $(VALGRIND)
-	@tests/run.sh $(PLAIN_RUNS) $(SANITIZE_RUNS) $(VALGRIND_RUNS)
+	@$(MAKE) $(patsubst threads:%,%,$(THREADS_RUNS)) $(THREADS)
+	@tests/run.sh $(PLAIN_RUNS) $(SANITIZE_RUNS) $(THREADS_RUNS) $(VALGRIND_RUNS)
 check-long:
 	@DISAGMOE_LONG=1 $(MAKE) check
 check-sanitize: setup
 	@$(MAKE) tests $(SANITIZE)
 	@tests/run.sh $(SANITIZE_RUNS)
+check-threads: setup
+	@$(MAKE) $(patsubst threads:%,%,$(THREADS_RUNS)) $(THREADS)
+	@tests/run.sh $(THREADS_RUNS)
 check-valgrind: setup
 	@$(MAKE) tests $(VALGRIND)
 	@tests/run.sh $(VALGRIND_RUNS)

@@ -1,7 +1,7 @@
 #!/bin/bash
 # tests/run.sh MODE:TEST...   runs test programs (cmocka) and scripts, as many at a time as there are cores.
 #
-# MODE is plain, sanitize or valgrind. A test sees DISAGMOE (the binary of its build), DISAGMOE_MODE, and under valgrind
+# MODE is plain, sanitize, threads or valgrind. A test sees DISAGMOE (the binary of its build), DISAGMOE_MODE, and under valgrind
 # DISAGMOE_SAMPLE, by which property tests divide their number of cases. Before skip() a cmocka test prints
 # "skip: REASON" on a line; a script that skips exits 77 with the reason on its last line. The name of a test that starts
 # Open MPI contains mpi or train.
@@ -15,7 +15,7 @@ trap 'rm -rf "$out"' EXIT
 trap 'kill $(cat "$out"/*.pid) 2>/dev/null; wait; exit 130' INT TERM
 # One thread each: the tests themselves run side by side.
 export OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-export UBSAN_OPTIONS=print_stacktrace=1 LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0
+export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=suppressions=$PWD/tests/tsan.supp:exitcode=66 LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0
 
 count() { # of tests that cmocka sums up as $2 in the output $1
     sed -n "s/.*\[  $2 *\] \([0-9]*\) test(s).*/\1/p" "$1" | awk '{n += $1} END {print n + 0}'

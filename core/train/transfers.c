@@ -114,6 +114,13 @@ static void send_messages(struct trainer *trainer, int op, const struct message 
     free(requests);
 }
 
+/* What this rank's other lanes did before a message could be answered, the receiving lane sees: the order
+   came to it round other ranks, which no memory model knows of. */
+static void see_other_lanes(struct trainer *trainer) {
+    pthread_mutex_lock(&trainer->mutex);
+    pthread_mutex_unlock(&trainer->mutex);
+}
+
 /* Fills head and head_bytes of each message, in memory the caller frees. Returns when the first came. */
 static double receive_heads(struct trainer *trainer, int op, struct message *messages, int count) {
     MPI_Comm comm = comm_of(trainer, op);
@@ -128,6 +135,7 @@ static double receive_heads(struct trainer *trainer, int op, struct message *mes
         messages[i].head_bytes = (size_t)bytes;
         MPI_Mrecv(messages[i].head, bytes, MPI_BYTE, &message, &status);
     }
+    see_other_lanes(trainer);
     return first;
 }
 
