@@ -3,7 +3,7 @@
 
 PACKAGES := gcc make libcjson-dev libopenblas-dev libcmocka-dev openmpi-bin libopenmpi-dev python3-matplotlib valgrind
 # Tests that are built in both precisions; tests/test_*_double.c are built in float64 alone.
-DOUBLE_TESTS := test_layers test_reference test_state_mpi test_executor_mpi
+DOUBLE_TESTS := test_layers test_reference test_state_mpi test_executor_mpi test_checkpoint_mpi
 
 CC       = gcc
 BUILD    = build
