@@ -12,7 +12,7 @@ A rank's trainer: making it, a step from its start to its report, and what can b
 
 /* In front of each piece, in a list of all of a step's. */
 struct passing {
-    _Alignas(64) struct passing *previous, *next;
+    _Alignas(max_align_t) struct passing *previous, *next;
     size_t bytes;
 };
 
