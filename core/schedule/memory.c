@@ -75,18 +75,27 @@ static int add_event(const struct schedule *schedule, const struct timeline *tim
     return 1;
 }
 
+/* What ends at the very time it began held its memory beside what is taken then. */
+static bool takes_no_time(const struct timeline *timeline, int op) {
+    return op >= 0 && timeline->start[op] == timeline->end[op];
+}
+
 /* All events of a group (−1: of all groups) in order of time; frees come before allocations of the same time,
-   since what an operation frees at its end is there for the next one. Returns their number; free(*to_free).
- */
+   since what an operation frees at its end is there for the next one, but for an operation that takes no
+   time. Returns their number; free(*to_free). */
 static int collect_events(const struct schedule *schedule, const struct timeline *timeline, int only,
                           struct event **sorted, struct event **to_free) {
     size_t most = 2 * (size_t)schedule->activation_count;
     struct event *events = must_alloc(2 * (most + 1) * sizeof *events);
     int count = 0;
     for (int a = 0; a < schedule->activation_count; a++)
-        count += add_event(schedule, timeline, a, only, true, &events[count]);
+        if (!takes_no_time(timeline, schedule->activations[a].freed_by))
+            count += add_event(schedule, timeline, a, only, true, &events[count]);
     for (int a = 0; a < schedule->activation_count; a++)
         count += add_event(schedule, timeline, a, only, false, &events[count]);
+    for (int a = 0; a < schedule->activation_count; a++)
+        if (takes_no_time(timeline, schedule->activations[a].freed_by))
+            count += add_event(schedule, timeline, a, only, true, &events[count]);
     *sorted = sort_by_time(events, events + count, count);
     *to_free = events;
     return count;

@@ -48,7 +48,8 @@ struct step_report trainer_step(struct trainer *trainer);
    Batches whose top-k margin is below the precision are drawn again from the next seed. */
 void trainer_verify(struct trainer *trainer);
 struct verification {
-    double loss_rel, grad_rel; /* largest over the steps verified */
+    double loss_rel; /* of the loss and each of its parts */
+    double grad_rel; /* largest over the steps verified */
     char worst_parameter[160];
     int reseeded; /* batches drawn again */
 };
