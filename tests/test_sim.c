@@ -668,7 +668,8 @@ static void test_levers(void **state) {
 }
 
 /* BF16 weights 2 bytes, gradients 4 or 2, master weights 4, moments 8 or 4; ZeRO shares out the last two
-   among those that hold the same parameters, offload moves them to the host. */
+   among those that hold the same parameters, offload moves them to the host. FP32 weights are their own
+   masters. */
 static void test_static_bytes(void **state) {
     (void)state;
     static const struct shard shards[] = {{1000, NULL, 8}, {500, NULL, 2}};
@@ -676,13 +677,19 @@ static void test_static_bytes(void **state) {
         for (int moments = 0; moments < 2; moments++)
             for (int zero = 0; zero < 2; zero++)
                 for (int offload = 0; offload < 2; offload++) {
+                    struct model model = {.dtype = DTYPE_BF16}, wide = {.dtype = DTYPE_FP32};
+                    struct point point = {.model = &model};
                     struct plan plan = {
+                        .point = &point,
                         .memory = {.grads = grads, .moments = moments, .zero = zero, .offload = offload}};
                     double held = 1500 * (2 + (grads == PRECISION_BF16 ? 2 : 4));
                     double optimizer = 4 + (moments == PRECISION_BF16 ? 4 : 8);
                     double elements = zero ? 1000.0 / 8 + 500.0 / 2 : 1500;
                     assert_near(plan_static_bytes(&plan, shards, 2), held + !offload * optimizer * elements,
                                 EXACT);
+                    point.model = &wide;
+                    assert_near(plan_static_bytes(&plan, shards, 2),
+                                held + 1500 * 2 + !offload * (optimizer - 4) * elements, EXACT);
                 }
 }
 
