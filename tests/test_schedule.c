@@ -879,9 +879,9 @@ static void assert_execution_holds(const struct sample *sample) {
     }
 }
 
-/* Bytes of a group at a time: all that has started and not ended, and what an operation that takes no time at
-   this time frees. Bytes are whole, so sums are exact. */
-static double bytes_at(const struct sample *sample, int group, double time) {
+/* Bytes of a group at a time: all that has started and not ended; for the moment also what an operation that
+   takes no time frees at this time. Bytes are whole, so sums are exact. */
+static double bytes_at(const struct sample *sample, int group, double time, bool moment) {
     const struct schedule *s = sample->schedule;
     double bytes = s->groups[group].static_bytes;
     for (int i = 0; i < s->activation_count; i++) {
