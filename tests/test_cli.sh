@@ -52,7 +52,7 @@ one=("${small[@]}" --set seq_len=1024 --system disagmoe)
 
 # ---- usage -----------------------------------------------------------------------------------------------------------
 
-verbs='sim schedule check import systems bench'
+verbs='sim schedule check train import systems bench'
 expect 0 --help
 for verb in $verbs; do out_has "  $verb "; done
 expect 0 -h
@@ -78,7 +78,7 @@ for verb in $verbs; do
     err_has "--no-such-option"
     err_has "disagmoe $verb --help"
 done
-for verb in sim schedule check import; do
+for verb in sim schedule check train import; do
     expect 2 "$verb"
     out_empty
     err_named
@@ -88,7 +88,7 @@ done
 expect 2 systems extra
 expect 2 bench unheard
 err_has "unheard"
-for verb in sim schedule check; do
+for verb in sim schedule check train; do
     expect 2 "$verb" "$work/small.json" --system
     err_has "value is missing"
     expect 2 "$verb" "$work/small.json" --set seq_len
@@ -104,7 +104,7 @@ done
 
 # ---- wrong manifests -------------------------------------------------------------------------------------------------
 
-for verb in sim schedule check; do
+for verb in sim schedule check train; do
     expect 2 $verb "$work/none.json"
     out_empty
     err_has "disagmoe: $work/none.json: cannot be opened"
@@ -242,7 +242,7 @@ expect 0 systems --json
 json '
 systems = rows(sys.argv[1])
 assert [s["name"] for s in systems][:2] == ["megatron", "disagmoe"]
-assert all("sim" in s["executors"] and s["title"] and s["paper"] for s in systems)' "$work/out"
+assert all({"sim", "cpu"} <= set(s["executors"]) and s["title"] and s["paper"] for s in systems)' "$work/out"
 
 cat >"$work/config.json" <<END
 {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
@@ -275,6 +275,7 @@ if [ -c /dev/full ]; then
     full schedule "${one[@]}" --json
     full schedule "${one[@]}"
     full check "${one[@]}"
+    full train --help
     full systems
     full systems --json
     full import "$work/config.json"

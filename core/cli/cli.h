@@ -18,7 +18,8 @@ struct verb {
     int (*run)(int argc, char **argv); /* without the verb itself */
 };
 
-extern const struct verb verb_sim, verb_schedule, verb_check, verb_import, verb_systems, verb_bench;
+extern const struct verb verb_sim, verb_schedule, verb_check, verb_train, verb_import, verb_systems,
+    verb_bench;
 
 /* ---- options ----------------------------------------------------------------------------------------- */
 
@@ -73,5 +74,36 @@ void print_report(const struct experiment *experiment, const struct result *resu
 void print_explanation(const struct result *results, int count, FILE *stream);
 /* All-to-all share of forward time by nodes under the cost model, beside the paper's section-3 trend. */
 void print_trend(const struct experiment *experiment, const char *published, FILE *stream);
+
+/* ---- training ---------------------------------------------------------------------------------------- */
+
+struct step_report;
+struct memory_report;
+struct verification;
+
+/* What rank 0 shows of a training run: a table or JSON lines on standard output, and the same JSON lines at
+   the end of a file. Every line is out before the next step begins. */
+struct training_report {
+    const struct system *system;
+    const struct plan *plan;
+    int64_t ops;            /* of the schedule */
+    double entropy;         /* of the data, nats a token; NaN: not known */
+    bool json;              /* on standard output */
+    FILE *lines;            /* NULL: no file */
+    const char *precision;  /* "fp32" */
+    const char *checkpoint; /* last one written, or NULL */
+    double *seconds;        /* of each step shown, in order */
+    int steps;
+};
+
+void training_report_begin(const struct training_report *report);
+void training_report_step(struct training_report *report, const struct step_report *step);
+void training_report_checkpoint(struct training_report *report, const char *checkpoint);
+/* The whole run: medians of the steps behind the first, memory of the fullest of `ranks` ranks. last: NULL
+   when there was no step left to do. */
+void training_report_end(struct training_report *report, const struct step_report *last,
+                         const struct memory_report *memory, int ranks);
+void training_report_verdict(const struct training_report *report, const struct verification *verification,
+                             double tolerance, int ranks);
 
 #endif

@@ -4,7 +4,7 @@
 #include <malloc.h>
 #include <string.h>
 
-static const struct verb *const verbs[] = {&verb_sim,    &verb_schedule, &verb_check,
+static const struct verb *const verbs[] = {&verb_sim,    &verb_schedule, &verb_check, &verb_train,
                                            &verb_import, &verb_systems,  &verb_bench};
 
 static void print_usage(FILE *stream) {
