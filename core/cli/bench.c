@@ -167,7 +167,8 @@ static int bench_train(const struct training_bench *training, bool json) {
 static int run(int argc, char **argv) {
     const char *what = NULL, *folder = "experiments";
     bool json = false, helped;
-    struct training_bench training = {.seq_len = 512, .sequences = 4, .threads = processor_count(), .steps = 5};
+    struct training_bench training = {
+        .seq_len = 512, .sequences = 4, .threads = processor_count(), .steps = 5};
     const struct option_rule rules[] = {
         {"--json", NULL, NULL, &json},
         {"--experiments", &folder, NULL, NULL},

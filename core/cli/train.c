@@ -30,6 +30,8 @@ static const char OWN_PRECISION[] = "fp32";
 static const double OWN_TOLERANCE = 1e-4;
 #endif
 
+static const double BF16_TOLERANCE = 0.05;
+
 /* Of the Markov chain: a run's seed changes what is drawn from it, not the chain, so that the losses of
    different seeds are of one problem. */
 #define CHAIN_SEED 1
@@ -44,8 +46,8 @@ struct train {
     const char *data, *checkpoint, *resume;
     const char *imports[MAX_IMPORTS];
     int import_count;
-    bool verify;
-    double tolerance;
+    bool verify, reference;
+    double tolerance; /* below 0: not given */
     struct experiment experiment;
     struct arena *arena;
 };
@@ -73,7 +75,7 @@ static bool take_imports(struct train *train, char **argv, int argc) {
 }
 
 static bool take_tolerance(struct train *train, const char *text) {
-    train->tolerance = OWN_TOLERANCE;
+    train->tolerance = -1;
     if (!text) return true;
     char *end;
     train->tolerance = strtod(text, &end);
@@ -94,12 +96,13 @@ static bool parse(struct train *train, int argc, char **argv, bool *helped) {
     struct options *options = &train->options;
     const char *tolerance = NULL, *import = NULL;
     const struct option_rule rules[] = {
-        {"--system", &options->system, NULL, NULL}, {"--json", NULL, NULL, &options->json},
-        {"--jsonl", &options->jsonl, NULL, NULL},   {"--trace", &options->trace, NULL, NULL},
-        {"--steps", NULL, &train->steps, NULL},     {"--every", NULL, &train->every, NULL},
-        {"--data", &train->data, NULL, NULL},       {"--checkpoint", &train->checkpoint, NULL, NULL},
-        {"--resume", &train->resume, NULL, NULL},   {"--import", &import, NULL, NULL},
-        {"--verify", NULL, NULL, &train->verify},   {"--tolerance", &tolerance, NULL, NULL}};
+        {"--system", &options->system, NULL, NULL},    {"--json", NULL, NULL, &options->json},
+        {"--jsonl", &options->jsonl, NULL, NULL},      {"--trace", &options->trace, NULL, NULL},
+        {"--steps", NULL, &train->steps, NULL},        {"--every", NULL, &train->every, NULL},
+        {"--data", &train->data, NULL, NULL},          {"--checkpoint", &train->checkpoint, NULL, NULL},
+        {"--resume", &train->resume, NULL, NULL},      {"--import", &import, NULL, NULL},
+        {"--verify", NULL, NULL, &train->verify},      {"--tolerance", &tolerance, NULL, NULL},
+        {"--reference", NULL, NULL, &train->reference}};
     if (!parse_options(&verb_train, argc, argv, rules, COUNT(rules), options, &options->manifest, helped))
         return false;
     if (*helped) return true;
@@ -108,6 +111,9 @@ static bool parse(struct train *train, int argc, char **argv, bool *helped) {
 }
 
 /* ---- runs -------------------------------------------------------------------------------------------- */
+
+/* Stands in for a system: the single-process training step, which has no schedule. */
+static const struct system single_process = {.name = "reference", .executors = EXECUTOR_CPU};
 
 struct run {
     const struct point *point;
@@ -137,13 +143,14 @@ static bool load(struct train *train, struct errors *errors) {
 static struct runs list_runs(const struct train *train) {
     const struct experiment *experiment = &train->experiment;
     struct runs runs = {0};
-    for (int i = 0; i < experiment->point_count; i++) runs.count += experiment->points[i].system_count;
+    for (int i = 0; i < experiment->point_count; i++)
+        runs.count += experiment->points[i].system_count + train->reference;
     runs.list = arena_alloc(train->arena, (size_t)runs.count * sizeof *runs.list);
     struct run *run = runs.list;
     for (int i = 0; i < experiment->point_count; i++)
-        for (int k = 0; k < experiment->points[i].system_count; k++, run++) {
+        for (int k = train->reference ? -1 : 0; k < experiment->points[i].system_count; k++, run++) {
             run->point = &experiment->points[i];
-            run->system = system_named(run->point->systems[k]);
+            run->system = k < 0 ? &single_process : system_named(run->point->systems[k]);
             run->name = experiment->point_count > 1
                             ? arena_printf(train->arena, "%s-%d", run->system->name, i)
                             : run->system->name;
@@ -182,11 +189,22 @@ static struct data *open_data(const struct point *point, struct errors *errors) 
     return data_open_text(file, point->seq_len, point->model->vocab, errors);
 }
 
+/* How many sequences micro-batches hold is a layout's affair, which this run has none of. */
+static bool plan_reference(struct run *run, struct errors *errors) {
+    const struct point *point = run->point;
+    run->plan = (struct plan){.point = point, .replicas = 1, .gpus = 1, .sequences = point->global_batch};
+    if (!point->global_batch)
+        errors_add(errors, NULL, "micro_batches", "--reference needs a manifest with global_batch instead");
+    return point->global_batch > 0;
+}
+
 /* Makes the run's plan and looks at its data. A status, with errors where it is not 0. */
 static int plan_run(const struct train *train, struct run *run, struct errors *errors) {
     struct errors found = {0};
     bool feasible = false;
-    if (!(run->system->executors & EXECUTOR_CPU))
+    if (run->system == &single_process)
+        feasible = plan_reference(run, &found);
+    else if (!(run->system->executors & EXECUTOR_CPU))
         errors_add(&found, NULL, NULL, "is not run by the cpu executor");
     else
         tune_point(run->system, run->point, &run->plan, &feasible, &found);
@@ -307,6 +325,15 @@ static int prepare(struct session *session) {
     return status;
 }
 
+static void begin_report(struct session *session) {
+    session->report.system = session->run->system;
+    session->report.plan = &session->run->plan;
+    session->report.entropy = data_entropy(session->data);
+    session->report.json = session->train->options.json;
+    session->report.precision = OWN_PRECISION;
+    if (session->rank == 0) training_report_begin(&session->report);
+}
+
 /* printf shows a NaN's sign, which means nothing. */
 static double unsigned_nan(double value) {
     return isnan(value) ? (double)NAN : value;
@@ -365,9 +392,15 @@ static bool trace(struct session *session) {
     return agree(session->comm, &session->errors);
 }
 
+/* Gradients that are added up in BF16 keep 8 bits of each sum. */
+static double tolerance_of(const struct session *session) {
+    if (session->train->tolerance >= 0) return session->train->tolerance;
+    return session->run->plan.memory.grads == PRECISION_BF16 ? BF16_TOLERANCE : OWN_TOLERANCE;
+}
+
 /* What was verified is rank 0's on all ranks. */
 static bool verify(struct session *session, int ranks) {
-    double tolerance = session->train->tolerance;
+    double tolerance = tolerance_of(session);
     struct verification found = trainer_verification(session->trainer);
     bool equal = found.loss_rel <= tolerance && found.grad_rel <= tolerance;
     if (!session->done)
@@ -403,6 +436,78 @@ static bool close_lines(struct session *session) {
     return agree(session->comm, &session->errors);
 }
 
+/* ---- the reference, in one process ------------------------------------------------------------------- */
+
+static bool import_into(struct session *session, struct reference *reference) {
+    const struct train *train = session->train;
+    return !train->import_count || parameters_import(&reference->parameters, reference->values,
+                                                     train->imports, train->import_count, &session->errors);
+}
+
+static bool reference_trains(struct session *session, struct reference *reference) {
+    const struct point *point = session->run->point;
+    struct optimizer optimizer = training_optimizer(&point->training);
+    int sequences = point->global_batch, length = point->seq_len + 1;
+    int *tokens = must_alloc((size_t)sequences * (size_t)length * sizeof *tokens);
+    bool finite = true;
+    for (int64_t step = 0; step < point->training.steps && finite; step++) {
+        for (int s = 0; s < sequences; s++)
+            data_sequence(session->data, (uint64_t)point->seed, step, s, tokens + (size_t)s * length);
+        struct batch batch = {tokens, sequences, (uint64_t)point->seed, step};
+        double began = seconds_now(), norm;
+        launch_step(step);
+        struct step_losses losses = reference_step(reference, &batch, &optimizer, &norm);
+        double seconds = seconds_now() - began;
+        finite = isfinite(losses.total) && isfinite(norm);
+        session->last = (struct step_report){.step = step,
+                                             .losses = losses,
+                                             .learning_rate = optimizer_rate(&optimizer, step),
+                                             .grad_norm = norm,
+                                             .seconds = seconds,
+                                             .tokens_per_s = sequences * point->seq_len / seconds,
+                                             .finite = finite};
+        if (finite) training_report_step(&session->report, &session->last);
+    }
+    free(tokens);
+    if (!finite) say_not_finite(session);
+    return finite;
+}
+
+/* Checkpoints, traces and verification are about schedules: this run has none of them. */
+static int execute_reference(struct session *session) {
+    const struct point *point = session->run->point;
+    session->data = open_data(point, &session->errors);
+    if (!agree(session->comm, &session->errors)) return STATUS_USAGE;
+    if (!open_lines(session)) return STATUS_FAILED;
+    struct reference *reference =
+        reference_new(point->model, point->seq_len, point->global_batch, 1, (uint64_t)point->seed);
+    struct arena *arena = arena_new();
+    if (point->training.forced_routing)
+        reference->forced = forced_routing_new(arena, point->model, point->routing.share, point->seq_len);
+    import_into(session, reference);
+    int status = STATUS_USAGE;
+    if (agree(session->comm, &session->errors)) {
+        begin_report(session);
+        status = reference_trains(session, reference) ? STATUS_DONE : STATUS_FAILED;
+        struct memory_report memory = {.used_static = 4.0 * reference->parameters.total * sizeof(floatX)};
+        memory.used = memory.used_static;
+        if (status == STATUS_DONE) training_report_end(&session->report, &session->last, &memory, 1);
+    }
+    reference_free(reference);
+    arena_free(arena);
+    return status;
+}
+
+/* ---- a run ------------------------------------------------------------------------------------------- */
+
+static int execute_schedule(struct session *session) {
+    int status = prepare(session);
+    if (status != STATUS_DONE) return status;
+    session->report.ops = session->schedule->op_count;
+    begin_report(session);
+    return train_on(session) ? conclude(session) : STATUS_FAILED;
+}
+
 /* Collective over comm, which has the plan's ranks. */
 static int execute(const struct train *train, const struct runs *runs, const struct run *run, MPI_Comm comm) {
     struct session session = {.train = train,
@@ -412,20 +517,10 @@ static int execute(const struct train *train, const struct runs *runs, const str
                               .comm = comm,
                               .arena = arena_new()};
     MPI_Comm_rank(comm, &session.rank);
-    int status = prepare(&session);
-    if (status == STATUS_DONE) {
-        session.report.system = run->system;
-        session.report.plan = &run->plan;
-        session.report.ops = session.schedule->op_count;
-        session.report.entropy = data_entropy(session.data);
-        session.report.json = train->options.json;
-        session.report.precision = OWN_PRECISION;
-        if (session.rank == 0) training_report_begin(&session.report);
-        status = train_on(&session) ? conclude(&session) : STATUS_FAILED;
-    }
+    int status = run->system == &single_process ? execute_reference(&session) : execute_schedule(&session);
     if (!close_lines(&session) && !status) status = STATUS_FAILED;
-    if (session.trainer) trainer_free(session.trainer);
-    schedule_free(session.schedule);
+    trainer_free(session.trainer);
+    if (session.schedule) schedule_free(session.schedule);
     timeline_free(&session.planned);
     data_free(session.data);
     free(session.report.seconds);
@@ -530,6 +625,7 @@ static int work_as_rank(struct train *train, int argc, char **argv) {
 
 /* A model of real size is for the GPUs of a cluster: better to say so than to fill this machine's memory. */
 static bool fits_this_machine(const struct run *run, struct errors *errors) {
+    if (run->system == &single_process) return true;
     struct result result;
     struct schedule *schedule;
     struct timeline timeline = {0};
@@ -624,7 +720,9 @@ const struct verb verb_train = {
         "  --resume DIR       go on from a checkpoint, or from the latest in DIR\n"
         "  --import FILE      begin with a safetensors file's parameters (repeatable, or a,b,c)\n"
         "  --verify           run the single-process reference beside it and compare losses and gradients\n"
-        "  --tolerance X      largest relative difference; default 1e-4, in double precision 1e-10\n"
+        "  --tolerance X      largest relative difference; default 1e-4, in double precision 1e-10, with\n"
+        "                     BF16 gradients 0.05\n"
+        "  --reference        train in a single process first, without a schedule, for its loss column\n"
         "  --json             a JSON line a step, then the run's record, instead of the table\n"
         "  --jsonl FILE       the same lines into a file; with --resume at its end\n"
         "  --trace FILE       the last step as it was: Perfetto / chrome://tracing JSON\n"

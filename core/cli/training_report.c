@@ -50,7 +50,9 @@ static double tokens_of(const struct plan *plan) {
 /* "A 2 + F 2, 2 groups" or "pp 2 x ep 2 x dp 2, vpp 2" */
 static void print_layout(const struct plan *plan) {
     const struct parallel *parallel = &plan->parallel;
-    if (parallel->groups) {
+    if (!plan->micro_batches) {
+        printf("a single process");
+    } else if (parallel->groups) {
         printf("A %d + F %d, %d group%s", parallel->attn_gpus, parallel->ffn_gpus, parallel->groups,
                parallel->groups > 1 ? "s" : "");
         if (plan->replicas > 1) printf(", %d replicas", plan->replicas);
@@ -174,6 +176,16 @@ static cJSON *run_json(const struct training_report *report, const struct step_r
     return object;
 }
 
+static void print_memory(const struct training_report *report, const struct memory_report *fullest,
+                         double deviation) {
+    printf("memory of the fullest rank, MB: predicted %.3f, as run %.3f, used %.3f;\n",
+           fullest->predicted / 1e6, fullest->as_run / 1e6, fullest->used / 1e6);
+    printf("  of it static %.3f; besides workspace %.3f, host %.3f\n", fullest->used_static / 1e6,
+           fullest->workspace / 1e6, fullest->host / 1e6);
+    printf("  largest deviation of a rank from its prediction: %.2g %%%s\n", 100 * deviation,
+           report->plan->point->training.forced_routing ? "" : " (the router's load is not the plan's)");
+}
+
 static void print_end(const struct training_report *report, const struct memory_report *fullest,
                       double deviation, bool oom) {
     double seconds = median_seconds(report);
@@ -183,11 +195,7 @@ static void print_end(const struct training_report *report, const struct memory_
                1e3 * seconds);
     else
         printf("no step is left to do\n");
-    printf("memory of the fullest rank, MB: predicted %.3f, as run %.3f, used %.3f;\n",
-           fullest->predicted / 1e6, fullest->as_run / 1e6, fullest->used / 1e6);
-    printf("  of it static %.3f; besides workspace %.3f, host %.3f\n", fullest->used_static / 1e6,
-           fullest->workspace / 1e6, fullest->host / 1e6);
-    printf("  largest deviation of a rank from its prediction: %.2g %%\n", 100 * deviation);
+    if (fullest->predicted > 0) print_memory(report, fullest, deviation);
     if (oom) printf("  oom: the cluster's GPUs have %.3f MB\n", usable_memory(report->plan->point) / 1e6);
     fflush(stdout);
 }

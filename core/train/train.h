@@ -19,6 +19,9 @@ no rank ever holds more activations than the simulated timeline says.
 
 #include <mpi.h>
 
+/* The optimizer a manifest's training asks for. */
+struct optimizer training_optimizer(const struct training *training);
+
 struct trainer;
 
 /* plan, schedule (arranged), planned (its timeline) and data must outlive it. comm has at least ranks->count

@@ -169,8 +169,7 @@ int trainer_ranks(const struct trainer *trainer) {
 
 /* ---- a step's end ------------------------------------------------------------------------------------ */
 
-static struct optimizer optimizer_of(const struct trainer *trainer) {
-    const struct training *training = &trainer->plan->point->training;
+struct optimizer training_optimizer(const struct training *training) {
     return (struct optimizer){.learning_rate = training->learning_rate,
                               .final_learning_rate = training->final_learning_rate,
                               .warmup_steps = training->warmup_steps,
@@ -236,7 +235,7 @@ void optimizer_operation(struct trainer *trainer) {
     if (bad == INT_MAX && !isfinite(sums[3])) bad = trainer->rank;
     sum_over_ranks(trainer, &bad, 1, MPI_INT, MPI_MIN);
     sum_over_ranks(trainer, sums, 4, MPI_DOUBLE, MPI_SUM);
-    struct optimizer optimizer = optimizer_of(trainer);
+    struct optimizer optimizer = training_optimizer(&trainer->plan->point->training);
     report->losses = losses_of(trainer, sums);
     report->grad_norm = sqrt(sums[3]);
     report->learning_rate = optimizer_rate(&optimizer, trainer->mark.step);
