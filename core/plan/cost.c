@@ -257,11 +257,12 @@ struct step_end plan_step_end(const struct plan *plan, const struct shard *shard
 
 /* ---- activations ------------------------------------------------------------------------------------- */
 
-struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct sides sides) {
+/* `copies` arrive at the feed-forward GPU. */
+static struct layer_memory memory_of_copies(const struct plan *plan, int layer, struct sides sides,
+                                            double copies) {
     const struct model *model = plan->point->model;
     enum recompute level = (enum recompute)plan->memory.recompute;
-    double tokens = tokens_per_gpu(plan), experts;
-    double copies = busiest_copies(plan, layer, sides.attention_count, sides.ffn_count, &experts);
+    double tokens = tokens_per_gpu(plan);
     double ffn_tokens = shared_tokens(plan, layer, sides, copies);
     double routed = model_layer_is_moe(model, layer) ? copies : 0;
     return (struct layer_memory){
@@ -274,6 +275,21 @@ struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct
         .full_ffn = routed * model_expert_activation_bytes(model, layer, RECOMPUTE_NONE) +
                     ffn_tokens * model_shared_activation_bytes(model, layer, RECOMPUTE_NONE),
     };
+}
+
+struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct sides sides) {
+    double experts, busiest = busiest_copies(plan, layer, sides.attention_count, sides.ffn_count, &experts);
+    return memory_of_copies(plan, layer, sides, busiest);
+}
+
+struct layer_memory plan_gpu_layer_memory(const struct plan *plan, int layer, struct sides sides,
+                                          int ffn_gpu) {
+    double copies = sides.attention_count * tokens_per_gpu(plan) * model_copies(plan->point->model, layer);
+    double *shares = must_alloc((size_t)sides.ffn_count * sizeof *shares);
+    expert_shares(plan, sides.ffn_count, shares);
+    copies *= model_layer_is_moe(plan->point->model, layer) ? shares[ffn_gpu] : 1.0 / sides.ffn_count;
+    free(shares);
+    return memory_of_copies(plan, layer, sides, copies);
 }
 
 /* ---- sizes ------------------------------------------------------------------------------------------- */

@@ -189,6 +189,9 @@ struct layer_memory {
     double full_ffn;
 };
 struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct sides sides);
+/* The same of feed-forward GPU number ffn_gpu of the side, which may have fewer experts or colder ones. */
+struct layer_memory plan_gpu_layer_memory(const struct plan *plan, int layer, struct sides sides,
+                                          int ffn_gpu);
 
 /* ---- blocks ------------------------------------------------------------------------------------------ */
 

@@ -115,7 +115,9 @@ struct trainer {
     struct step_report report;
     struct passing *passing; /* hand-over buffers and bookkeeping of the step */
     size_t passing_bytes, passing_peak;
-    double planned_bytes, planned_peak; /* of what is held, as the schedule has it; its peak of all steps */
+    const struct activation *expected;     /* the schedule's, with this rank's bytes */
+    double expected_static, expected_peak; /* of activations, on the simulated timeline */
+    double expected_now, as_run_peak;      /* of those held now; the most of them at one time, of all steps */
 
     struct reference *reference; /* of rank 0 when verifying */
     bool verifying;
@@ -142,6 +144,9 @@ void passing_free(struct trainer *trainer, void *memory);
 /* Residual stream at the input of cell `layer` (layers: the head's), as it is there; or where to write it. */
 floatX *stream_of(const struct cell *cell);
 floatX *stream_for(struct trainer *trainer, struct cell *cell, int tokens);
+
+/* Fills what this rank should hold. */
+void expect_memory(struct trainer *trainer);
 
 /* ---- lanes ------------------------------------------------------------------------------------------- */
 

@@ -20,10 +20,10 @@ static void take(struct trainer *trainer, int id) {
     if (activation->role == ROLE_OTHER) return;
     struct cell *cell = cell_at(trainer, activation->layer, activation->micro_batch);
     size_t bytes = activation_bytes(trainer, activation);
-    pthread_mutex_lock(&trainer->mutex); /* so that what is held and what is planned grow together */
+    pthread_mutex_lock(&trainer->mutex); /* so that what is held and what is expected grow together */
     void *memory = pool_take(trainer->pool, bytes);
-    trainer->planned_bytes += activation->bytes;
-    if (trainer->planned_bytes > trainer->planned_peak) trainer->planned_peak = trainer->planned_bytes;
+    trainer->expected_now += trainer->expected[id].bytes;
+    if (trainer->expected_now > trainer->as_run_peak) trainer->as_run_peak = trainer->expected_now;
     pthread_mutex_unlock(&trainer->mutex);
     trainer->taken[id] = (double)bytes;
     cell->slot[activation->role] = memory;
@@ -48,7 +48,7 @@ static void free_memory(struct trainer *trainer, int op) {
         struct cell *cell = cell_at(trainer, activation->layer, activation->micro_batch);
         pthread_mutex_lock(&trainer->mutex);
         pool_give(trainer->pool, cell->slot[activation->role]);
-        trainer->planned_bytes -= activation->bytes;
+        trainer->expected_now -= trainer->expected[frees->items[i]].bytes;
         pthread_mutex_unlock(&trainer->mutex);
         cell->slot[activation->role] = NULL;
     }

@@ -57,22 +57,6 @@ static int lane_length(const struct trainer *trainer, int group, enum resource r
     return trainer->schedule->lanes[lane_of(group, resource)].count;
 }
 
-/* Peak of the rank's group on the planned timeline. */
-static double planned_peak(const struct trainer *trainer) {
-    double *peaks = must_alloc((size_t)trainer->schedule->group_count * sizeof *peaks);
-    schedule_memory_peaks(trainer->schedule, trainer->planned, peaks);
-    double peak = peaks[trainer->seat.group];
-    free(peaks);
-    return peak;
-}
-
-/* Activations of this rank's group at their peak, and a little for each one's header. */
-static size_t pool_capacity(const struct trainer *trainer) {
-    const struct schedule *schedule = trainer->schedule;
-    double bytes = planned_peak(trainer) - schedule->groups[trainer->seat.group].static_bytes;
-    return (size_t)(bytes * 1.05) + (1 << 16);
-}
-
 static void make_communicators(struct trainer *trainer, MPI_Comm comm) {
     MPI_Comm_dup(comm, &trainer->comm);
     MPI_Comm_dup(comm, &trainer->forward);
@@ -98,7 +82,9 @@ static void make_step_memory(struct trainer *trainer) {
     trainer->contexts[RESOURCE_COMPUTE].workers = workers_new(1);
     pthread_mutex_init(&trainer->mutex, NULL);
     pthread_cond_init(&trainer->changed, NULL);
-    trainer->pool = pool_new(pool_capacity(trainer));
+    expect_memory(trainer);
+    /* A little more for each buffer's header. */
+    trainer->pool = pool_new((size_t)(trainer->expected_peak * 1.05) + (1 << 16));
 }
 
 struct trainer *trainer_new(const struct plan *plan, const struct schedule *schedule,
@@ -317,12 +303,11 @@ struct step_report trainer_step(struct trainer *trainer) {
 /* ---- memory ------------------------------------------------------------------------------------------ */
 
 void trainer_memory(struct trainer *trainer, struct memory_report *reports) {
-    const struct schedule *schedule = trainer->schedule;
     const struct state *state = trainer->state;
     struct memory_report own = {
-        .predicted = planned_peak(trainer),
-        .as_run = schedule->groups[trainer->seat.group].static_bytes + trainer->planned_peak,
-        .predicted_static = schedule->groups[trainer->seat.group].static_bytes,
+        .predicted = trainer->expected_static + trainer->expected_peak,
+        .as_run = trainer->expected_static + trainer->as_run_peak,
+        .predicted_static = trainer->expected_static,
         .used_static = (double)(state->value_bytes + state->gradient_bytes + state->moment_bytes),
         .workspace = (double)trainer->passing_peak,
         .host = (double)state->host_bytes,
