@@ -122,9 +122,20 @@ void training_report_checkpoint(struct training_report *report, const char *chec
 
 /* ---- the run ----------------------------------------------------------------------------------------- */
 
-/* Of the prediction; a rank that is predicted to hold nothing has none. */
-static double deviation_of(const struct memory_report *memory) {
-    return memory->predicted > 0 ? fabs(memory->used / memory->predicted - 1) : 0;
+/* Largest of all ranks: of what was held, from what was due in the order in which the step really ran; of
+   that, from the simulated timeline's peak, which it may stay below where transfers came later than
+   simulated. */
+struct deviations {
+    double bytes, order;
+};
+
+static struct deviations deviations_of(const struct memory_report *memory, int ranks) {
+    struct deviations found = {0};
+    for (int rank = 0; rank < ranks && memory[rank].predicted > 0; rank++) {
+        found.bytes = fmax(found.bytes, fabs(memory[rank].used / memory[rank].as_run - 1));
+        found.order = fmax(found.order, 1 - memory[rank].as_run / memory[rank].predicted);
+    }
+    return found;
 }
 
 static cJSON *memory_json(const struct memory_report *fullest) {
@@ -140,7 +151,8 @@ static cJSON *memory_json(const struct memory_report *fullest) {
 }
 
 static cJSON *run_json(const struct training_report *report, const struct step_report *last,
-                       const struct memory_report *fullest, double deviation, int ranks, bool oom) {
+                       const struct memory_report *fullest, struct deviations deviations, int ranks,
+                       bool oom) {
     double seconds = median_seconds(report);
     struct result result = {.system = report->system,
                             .plan = *report->plan,
@@ -168,7 +180,8 @@ static cJSON *run_json(const struct training_report *report, const struct step_r
     json_add_number(object, "z_loss", last ? last->losses.z : NAN);
     json_add_number(object, "entropy", report->entropy);
     cJSON_AddItemToObject(object, "memory_bytes", memory_json(fullest));
-    json_add_number(object, "memory_deviation", deviation);
+    json_add_number(object, "memory_deviation", deviations.bytes);
+    json_add_number(object, "memory_below_simulated", deviations.order);
     if (report->checkpoint)
         cJSON_AddStringToObject(object, "checkpoint", report->checkpoint);
     else
@@ -177,17 +190,19 @@ static cJSON *run_json(const struct training_report *report, const struct step_r
 }
 
 static void print_memory(const struct training_report *report, const struct memory_report *fullest,
-                         double deviation) {
+                         struct deviations deviations) {
     printf("memory of the fullest rank, MB: predicted %.3f, as run %.3f, used %.3f;\n",
            fullest->predicted / 1e6, fullest->as_run / 1e6, fullest->used / 1e6);
     printf("  of it static %.3f; besides workspace %.3f, host %.3f\n", fullest->used_static / 1e6,
            fullest->workspace / 1e6, fullest->host / 1e6);
-    printf("  largest deviation of a rank from its prediction: %.2g %%%s\n", 100 * deviation,
-           report->plan->point->training.forced_routing ? "" : " (the router's load is not the plan's)");
+    printf("  largest deviation of a rank: %.2g %%%s;\n  at most %.2g %% below the simulated peak\n",
+           100 * deviations.bytes,
+           report->plan->point->training.forced_routing ? "" : " (the router's load is not the plan's)",
+           100 * deviations.order);
 }
 
 static void print_end(const struct training_report *report, const struct memory_report *fullest,
-                      double deviation, bool oom) {
+                      struct deviations deviations, bool oom) {
     double seconds = median_seconds(report);
     if (report->steps)
         printf("median of the steps%s: %.0f tokens/s, %.2f ms a step\n",
@@ -195,7 +210,7 @@ static void print_end(const struct training_report *report, const struct memory_
                1e3 * seconds);
     else
         printf("no step is left to do\n");
-    if (fullest->predicted > 0) print_memory(report, fullest, deviation);
+    if (fullest->predicted > 0) print_memory(report, fullest, deviations);
     if (oom) printf("  oom: the cluster's GPUs have %.3f MB\n", usable_memory(report->plan->point) / 1e6);
     fflush(stdout);
 }
@@ -203,15 +218,15 @@ static void print_end(const struct training_report *report, const struct memory_
 void training_report_end(struct training_report *report, const struct step_report *last,
                          const struct memory_report *memory, int ranks) {
     int fullest = 0;
-    double deviation = 0, predicted = 0;
+    double predicted = 0;
+    struct deviations deviations = deviations_of(memory, ranks);
     for (int rank = 0; rank < ranks; rank++) {
         if (memory[rank].used > memory[fullest].used) fullest = rank;
-        deviation = fmax(deviation, deviation_of(&memory[rank]));
         predicted = fmax(predicted, memory[rank].predicted);
     }
     bool oom = predicted > usable_memory(report->plan->point);
-    print_line(report, run_json(report, last, &memory[fullest], deviation, ranks, oom));
-    if (!report->json) print_end(report, &memory[fullest], deviation, oom);
+    print_line(report, run_json(report, last, &memory[fullest], deviations, ranks, oom));
+    if (!report->json) print_end(report, &memory[fullest], deviations, oom);
     fflush(stdout);
 }
 
