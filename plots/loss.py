@@ -50,7 +50,7 @@ def main():
     lower.set_ylim(1e-12, 1)
     lower.set_yticks([1e-12, 1e-8, 1e-4, 1])
     lower.set_ylabel("Relative\ndifference")
-    lower.text(0.5, 0.93, f"of each loss to {base}'s", transform=lower.transAxes, ha="center", va="top")
+    lower.text(0.5, 0.93, f"of each loss to the {base}'s", transform=lower.transAxes, ha="center", va="top")
     lower.set_xlabel("Step")
     lower.grid(axis="y", color="#DDDDDD", linewidth=0.5)
     figure.subplots_adjust(left=0.2, right=0.975, top=0.98, bottom=0.125, hspace=0.12)
