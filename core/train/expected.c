@@ -18,22 +18,25 @@ static struct sides sides_of(const struct ranks *ranks, int layer) {
                           .ffn_count = groups[ranks->ffn[layer]].gpus};
 }
 
-static double bytes_of(const struct trainer *trainer, const struct activation *activation) {
-    int layer = activation->layer;
+/* Of a feed-forward role. */
+static double ffn_bytes(const struct trainer *trainer, const struct activation *activation) {
+    struct layer_memory memory = plan_gpu_layer_memory(
+        trainer->plan, activation->layer, sides_of(&trainer->ranks, activation->layer), trainer->seat.index);
     bool full = trainer->plan->memory.recompute == RECOMPUTE_FULL;
-    if (layer < 0 || layer >= trainer->model->layers) return activation->bytes;
-    struct layer_memory memory =
-        plan_gpu_layer_memory(trainer->plan, layer, sides_of(&trainer->ranks, layer), trainer->seat.index);
+    if (activation->role == ROLE_FFN) return full ? memory.full_ffn : memory.ffn;
+    if (activation->role == ROLE_RESTORED_FFN) return memory.full_ffn - memory.ffn;
+    return memory.expert_input;
+}
+
+static double bytes_of(const struct trainer *trainer, const struct activation *activation) {
     switch ((enum role)activation->role) {
     case ROLE_EXPERT_INPUT:
     case ROLE_EXPERT_OUTPUT:
     case ROLE_OUTPUT_GRADIENT:
     case ROLE_INPUT_GRADIENT:
-        return memory.expert_input;
     case ROLE_FFN:
-        return full ? memory.full_ffn : memory.ffn;
     case ROLE_RESTORED_FFN:
-        return memory.full_ffn - memory.ffn;
+        return ffn_bytes(trainer, activation);
     default:
         return activation->bytes;
     }
