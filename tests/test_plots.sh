@@ -48,15 +48,27 @@ for row in csv.DictReader(open(sys.argv[1])):
 END
 echo '{"speedup_vs_megatron": {"low": 1.2, "high": 1.5}}' >"$out/published.json"
 
+# Lines of a training run: three runs of 40 steps, of which the first two are equal but for rounding.
+for run in reference megatron disagmoe; do
+    awk -v run=$run 'BEGIN {
+        for (step = 0; step < 40; step++)
+            printf "{\"system\":\"%s\",\"step\":%d,\"loss\":2,\"cross_entropy\":%.12g}\n", run, step,
+                1 + 2 / (1 + step) + (run == "megatron") * 1e-8 + (run == "disagmoe") * step * 1e-4
+        printf "{\"system\":\"%s\",\"entropy\":1,\"ranks\":8}\n", run
+    }'
+done >"$out/lines.jsonl"
+
 draw() { # FIGURE OUTPUT RECORDS
     local options=()
     [ "$1" != speedup ] || options=(--published "$out/published.json")
     [ "$1" != breakdown ] || options=(--nodes 16)
     "$python" -B "plots/$1.py" "${options[@]}" "$2" "$3"
 }
-for figure in speedup breakdown efficiency; do
-    draw $figure "$out/$figure" "$out/records.csv"
-    draw $figure "$out/$figure-again" "$out/records.jsonl"
+for figure in speedup breakdown efficiency loss; do
+    records=$out/records.csv again=$out/records.jsonl
+    [ $figure != loss ] || records=$out/lines.jsonl again=$out/lines.jsonl
+    draw $figure "$out/$figure" "$records"
+    draw $figure "$out/$figure-again" "$again"
     for kind in png svg; do
         cmp "$out/$figure.$kind" "$out/$figure-again.$kind" || fail "$figure.$kind differs when drawn again"
     done
@@ -76,5 +88,6 @@ echo '{"system": "mega' >"$out/cut-off.jsonl"
 ! draw breakdown "$out/wrong" "$out/cut-off.jsonl" 2>/dev/null || fail "breakdown took a record that is cut off"
 ! draw efficiency "$out/wrong" "$out/empty.jsonl" 2>/dev/null || fail "efficiency took no records"
 ! "$python" -B plots/breakdown.py "$out/wrong" "$out/records.csv" 2>/dev/null || fail "breakdown mixed 8 and 16 nodes"
+! draw loss "$out/wrong" "$out/records.jsonl" 2>/dev/null || fail "loss took records without steps"
 [ -z "$(ls "$out" | grep -E 'wrong|tmp')" ] || fail "files were left behind: $(ls "$out")"
 exit $failed
