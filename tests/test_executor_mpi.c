@@ -14,13 +14,12 @@ through all cases of its kind. A case takes as many of the ranks as its plan has
 
 #include "baselines/baselines.h"
 #include "sim/sim.h"
+#include "tests/under_mpi.h"
 #include "train/train.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { RANKS = 8 };
 static const bool IS_DOUBLE = sizeof(floatX) == sizeof(double);
@@ -290,26 +289,12 @@ static const char *program;
 
 static void start_ranks(void **state) {
     const struct kind_of_case *kind = *state;
-    if (system("command -v mpirun >/dev/null") != 0) {
-        print_message("skip: mpirun is not installed\n");
-        skip();
-    }
-    pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
-        execlp("mpirun", "mpirun", "-n", "8", "--oversubscribe", "--bind-to", "none", "--timeout", "280",
-               "--mca", "mpi_yield_when_idle", "1", program, kind->name, (char *)NULL);
-        _exit(127);
-    }
-    int status;
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status));
-    assert_int_equal(WEXITSTATUS(status), 0);
+    assert_ranks_succeed(RANKS, program, kind->name);
 }
 
 int main(int argc, char **argv) {
     program = argv[0];
-    if (getenv("OMPI_COMM_WORLD_SIZE")) return argc == 2 ? run_rank(argv[1]) : 2;
+    if (inside_mpi()) return argc == 2 ? run_rank(argv[1]) : 2;
     struct CMUnitTest tests[COUNT(kinds)];
     for (size_t i = 0; i < COUNT(kinds); i++)
         tests[i] = (struct CMUnitTest){kinds[i].name, start_ranks, NULL, NULL, (void *)&kinds[i]};

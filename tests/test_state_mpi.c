@@ -16,13 +16,12 @@ round, and test that the bits do not depend on ZeRO nor on who holds them.
 
 #include "baselines/baselines.h"
 #include "sim/sim.h"
+#include "tests/under_mpi.h"
 #include "train/state.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { SEED = 7, STEPS = 2 };
 static const bool IS_DOUBLE = sizeof(floatX) == sizeof(double);
@@ -627,28 +626,12 @@ static const char *program;
 
 static void start_ranks(void **state) {
     const struct setting *setting = *state;
-    char ranks[16];
-    snprintf(ranks, sizeof ranks, "%d", setting->ranks);
-    if (system("command -v mpirun >/dev/null") != 0) {
-        print_message("skip: mpirun is not installed\n");
-        skip();
-    }
-    pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
-        execlp("mpirun", "mpirun", "-n", ranks, "--oversubscribe", "--bind-to", "none", "--timeout", "250",
-               "--mca", "mpi_yield_when_idle", "1", program, setting->name, (char *)NULL);
-        _exit(127);
-    }
-    int status;
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status));
-    assert_int_equal(WEXITSTATUS(status), 0);
+    assert_ranks_succeed(setting->ranks, program, setting->name);
 }
 
 int main(int argc, char **argv) {
     program = argv[0];
-    if (getenv("OMPI_COMM_WORLD_SIZE")) return argc == 2 ? run_rank(argv[1]) : 2;
+    if (inside_mpi()) return argc == 2 ? run_rank(argv[1]) : 2;
     struct CMUnitTest tests[COUNT(settings)];
     for (size_t i = 0; i < COUNT(settings); i++)
         tests[i] = (struct CMUnitTest){settings[i].name, start_ranks, NULL, NULL, (void *)&settings[i]};
