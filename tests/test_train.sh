@@ -146,6 +146,12 @@ assert 0 < memory["static"] < memory["used"] and memory["predicted"] > 0 and rec
 json '
 events = json.load(open(sys.argv[1]))["traceEvents"]
 assert sum(e["ph"] == "X" for e in events) > 100 and all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+tracks = {}
+for e in events:
+    if e["ph"] == "X": tracks.setdefault(e["tid"], []).append((e["ts"], e["ts"] + e["dur"]))
+assert len(tracks) == 24, "eight ranks have three lanes each"
+for spans in map(sorted, tracks.values()):
+    assert all(a[1] < b[0] + 1e-6 for a, b in zip(spans, spans[1:])), "operations of a lane overlap"
 ' "$work/trace.json"
 cp "$work/out" "$work/lines"
 

@@ -321,20 +321,25 @@ void trainer_memory(struct trainer *trainer, struct memory_report *reports) {
 
 /* ---- what a step really was -------------------------------------------------------------------------- */
 
-/* A rank's part of the measured schedule: its lanes' operations, each on the rank's own lanes only. */
-static void add_rank_operations(struct schedule *measured, const struct schedule *schedule, int group,
-                                int rank, int *numbers) {
-    for (int op = 0; op < schedule->op_count; op++) {
-        if (!holds_group(schedule, op, group)) continue;
-        const struct operation *it = &schedule->ops[op];
-        numbers[op] = schedule_transfer(measured, (enum kind)it->kind, (enum pass)it->pass, it->layer,
-                                        it->micro_batch, rank, rank, 0, it->bytes);
-        struct operation *copy = &measured->ops[numbers[op]];
-        copy->lane_count = 0;
-        for (int resource = 0; resource < RESOURCE_COUNT; resource++)
-            if (holds_lane(schedule, op, group, (enum resource)resource))
-                copy->lanes[copy->lane_count++] = lane_of(rank, (enum resource)resource);
-    }
+/* Numbers that a rank of this group measured: start and end of each operation of its lanes, lane by lane,
+   then the bytes of each activation. */
+static int measurement_count(const struct trainer *trainer, int group) {
+    int count = trainer->schedule->activation_count;
+    for (int resource = 0; resource < RESOURCE_COUNT; resource++)
+        count += 2 * lane_length(trainer, group, (enum resource)resource);
+    return count;
+}
+
+static double *own_measurements(const struct trainer *trainer) {
+    int group = trainer->seat.group, filled = 0;
+    double *values = must_alloc((size_t)measurement_count(trainer, group) * sizeof *values + 1);
+    for (int resource = 0; resource < RESOURCE_COUNT; resource++)
+        for (int i = 0; i < lane_length(trainer, group, (enum resource)resource); i++) {
+            values[filled++] = trainer->spans[resource][i].start;
+            values[filled++] = trainer->spans[resource][i].end;
+        }
+    for (int a = 0; a < trainer->schedule->activation_count; a++) values[filled++] = trainer->taken[a];
+    return values;
 }
 
 static void name_rank(const struct trainer *trainer, struct schedule *measured, int rank) {
@@ -344,44 +349,42 @@ static void name_rank(const struct trainer *trainer, struct schedule *measured, 
                    seat.index);
 }
 
-/* The rank's times and bytes to rank 0: start and end of each operation of its lanes, then of each
- * activation. */
-static double *own_measurements(const struct trainer *trainer, int *count) {
-    const struct schedule *schedule = trainer->schedule;
-    *count = 2 * schedule->op_count + schedule->activation_count;
-    double *values = must_alloc((size_t)*count * sizeof *values + 1);
-    struct timeline timeline = own_timeline(trainer);
-    memcpy(values, timeline.start, (size_t)schedule->op_count * sizeof *values);
-    memcpy(values + schedule->op_count, timeline.end, (size_t)schedule->op_count * sizeof *values);
-    if (schedule->activation_count)
-        memcpy(values + 2 * schedule->op_count, trainer->taken,
-               (size_t)schedule->activation_count * sizeof *values);
-    timeline_free(&timeline);
-    return values;
+/* One operation on one lane of a rank: the two halves of a collective take each their own time. */
+static int add_half(const struct trainer *trainer, struct schedule *measured, struct timeline *timeline,
+                    int op, int lane, const double *span) {
+    const struct operation *it = &trainer->schedule->ops[op];
+    int group = lane / RESOURCE_COUNT;
+    int half = schedule_compute(measured, (enum kind)it->kind, (enum pass)it->pass, it->layer,
+                                it->micro_batch, group, span[1] - span[0]);
+    measured->ops[half].lanes[0] = lane;
+    measured->ops[half].bytes = it->bytes;
+    timeline->start = must_realloc(timeline->start, (size_t)measured->op_count * sizeof(double));
+    timeline->end = must_realloc(timeline->end, (size_t)measured->op_count * sizeof(double));
+    timeline->start[half] = span[0];
+    timeline->end[half] = span[1];
+    return half;
 }
 
 static void add_measurements(const struct trainer *trainer, struct schedule *measured,
                              struct timeline *timeline, int rank, const double *values) {
     const struct schedule *schedule = trainer->schedule;
     int group = seat_of(&trainer->ranks, rank).group;
-    int *numbers = must_alloc((size_t)schedule->op_count * sizeof *numbers + 1);
-    add_rank_operations(measured, schedule, group, rank, numbers);
-    timeline->start = must_realloc(timeline->start, (size_t)measured->op_count * sizeof(double) + 1);
-    timeline->end = must_realloc(timeline->end, (size_t)measured->op_count * sizeof(double) + 1);
-    for (int op = 0; op < schedule->op_count; op++) {
-        if (!holds_group(schedule, op, group)) continue;
-        timeline->start[numbers[op]] = values[op];
-        timeline->end[numbers[op]] = values[schedule->op_count + op];
-        measured->ops[numbers[op]].duration = values[schedule->op_count + op] - values[op];
+    int *halves =
+        must_alloc((size_t)schedule->op_count * sizeof *halves + 1); /* the last one of each operation */
+    for (int resource = 0; resource < RESOURCE_COUNT; resource++) {
+        const struct lane *lane = &schedule->lanes[lane_of(group, (enum resource)resource)];
+        for (int i = 0; i < lane->count; i++, values += 2)
+            halves[lane->ops[i]] = add_half(trainer, measured, timeline, lane->ops[i],
+                                            lane_of(rank, (enum resource)resource), values);
     }
     for (int a = 0; a < schedule->activation_count; a++) {
         const struct activation *it = &schedule->activations[a];
         if (it->group != group) continue;
-        int kept = schedule_keep(measured, rank, numbers[it->producer], values[2 * schedule->op_count + a]);
+        int kept = schedule_keep(measured, rank, halves[it->producer], values[a]);
         schedule_role(measured, (enum role)it->role, it->layer, it->micro_batch);
-        schedule_release(measured, kept, numbers[it->freed_by]);
+        schedule_release(measured, kept, halves[it->freed_by]);
     }
-    free(numbers);
+    free(halves);
 }
 
 /* Times from the first operation's start on. */
@@ -396,22 +399,24 @@ static void shift_to_zero(struct timeline *timeline, int count) {
 }
 
 struct schedule *trainer_measured(struct trainer *trainer, struct timeline *timeline) {
-    int count;
-    double *values = own_measurements(trainer, &count);
-    struct schedule *measured = NULL;
+    const struct ranks *ranks = &trainer->ranks;
+    double *own = own_measurements(trainer);
     *timeline = (struct timeline){0};
-    if (trainer->rank == 0) {
-        measured =
-            schedule_new(trainer->ranks.count, trainer->model->layers, trainer->schedule->micro_batches);
-        for (int rank = 0; rank < trainer->ranks.count; rank++) {
-            if (rank > 0) MPI_Recv(values, count, MPI_DOUBLE, rank, 0, trainer->comm, MPI_STATUS_IGNORE);
-            name_rank(trainer, measured, rank);
-            add_measurements(trainer, measured, timeline, rank, values);
-        }
-        shift_to_zero(timeline, measured->op_count);
-    } else {
-        MPI_Send(values, count, MPI_DOUBLE, 0, 0, trainer->comm);
+    if (trainer->rank != 0) {
+        MPI_Send(own, measurement_count(trainer, trainer->seat.group), MPI_DOUBLE, 0, 0, trainer->comm);
+        free(own);
+        return NULL;
     }
-    free(values);
+    struct schedule *measured =
+        schedule_new(ranks->count, trainer->model->layers, trainer->schedule->micro_batches);
+    for (int rank = 0; rank < ranks->count; rank++) {
+        int count = measurement_count(trainer, seat_of(ranks, rank).group);
+        double *values = rank == 0 ? own : must_alloc((size_t)count * sizeof *values + 1);
+        if (rank > 0) MPI_Recv(values, count, MPI_DOUBLE, rank, 0, trainer->comm, MPI_STATUS_IGNORE);
+        name_rank(trainer, measured, rank);
+        add_measurements(trainer, measured, timeline, rank, values);
+        free(values);
+    }
+    shift_to_zero(timeline, measured->op_count);
     return measured;
 }
