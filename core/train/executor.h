@@ -145,8 +145,8 @@ void passing_free(struct trainer *trainer, void *memory);
 floatX *stream_of(const struct cell *cell);
 floatX *stream_for(struct trainer *trainer, struct cell *cell, int tokens);
 
-/* Fills what this rank should hold. */
-void expect_memory(struct trainer *trainer);
+/* Fills expected, expected_static and expected_peak. */
+void fill_expected(struct trainer *trainer);
 
 /* ---- lanes ------------------------------------------------------------------------------------------- */
 
@@ -158,7 +158,7 @@ void take_memory(struct trainer *trainer, int op);
 /* ---- operations -------------------------------------------------------------------------------------- */
 
 void compute_operation(struct trainer *trainer, int op);
-/* Bytes of an activation on this rank. */
+/* Bytes of an activation on this rank; of the feed-forward side, once the copies have been announced. */
 size_t activation_bytes(const struct trainer *trainer, const struct activation *activation);
 
 /* ---- transfers --------------------------------------------------------------------------------------- */
@@ -178,6 +178,8 @@ void wait_all(MPI_Request *requests, int count);
 void optimizer_operation(struct trainer *trainer);
 /* Ahead of a step: the reference takes the run's parameters and computes the batch; agrees on its seed. */
 void verify_batch(struct trainer *trainer);
+/* max|found − expected| ÷ max(max|expected|, floor); NaN where either holds one. */
+double relative_difference(const floatX *found, const floatX *expected, size_t count, double floor);
 /* Compares the reduced gradients with the reference's. Collective. */
 void verify_gradients(struct trainer *trainer);
 

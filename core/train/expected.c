@@ -51,7 +51,7 @@ static double missing_parameters(const struct ranks *ranks, struct seat seat) {
     return layers * ((experts + here - 1) / here - own) * model_expert_parameters(ranks->model);
 }
 
-void expect_memory(struct trainer *trainer) {
+void fill_expected(struct trainer *trainer) {
     const struct schedule *schedule = trainer->schedule;
     int group = trainer->seat.group;
     struct shard missing = {missing_parameters(&trainer->ranks, trainer->seat), NULL,

@@ -24,14 +24,16 @@ struct optimizer training_optimizer(const struct training *training);
 
 struct trainer;
 
-/* plan, schedule (arranged), planned (its timeline) and data must outlive it. comm has at least ranks->count
+/* plan, schedule (arranged), planned (its timeline) and data must outlive it. comm has exactly ranks->count
    ranks and only those of them call. NULL on every rank when any failed. */
 struct trainer *trainer_new(const struct plan *plan, const struct schedule *schedule,
                             const struct timeline *planned, const struct data *data, uint64_t seed,
                             MPI_Comm comm, struct errors *errors);
-void trainer_free(struct trainer *trainer);
+void trainer_free(struct trainer *trainer); /* collective; NULL is allowed */
 
 struct state *trainer_state(struct trainer *trainer); /* for checkpoints and import */
+/* Steps done, and the seed. The mark goes on behind a step that was not finite, too: it must not be saved
+ * then. */
 struct progress_mark trainer_mark(const struct trainer *trainer);
 void trainer_resume(struct trainer *trainer, struct progress_mark mark);
 
@@ -48,7 +50,8 @@ struct step_report {
 struct step_report trainer_step(struct trainer *trainer);
 
 /* Beside each following step the single-process reference runs on rank 0, with the parameters the run has.
-   Batches whose top-k margin is below the precision are drawn again from the next seed. */
+   Batches whose top-k margin is below the precision are drawn again from the next seed. Called on all ranks;
+   rank 0 then holds a whole model and its gradient twice. */
 void trainer_verify(struct trainer *trainer);
 struct verification {
     double loss_rel; /* of the loss and each of its parts */
@@ -56,19 +59,20 @@ struct verification {
     char worst_parameter[160];
     int reseeded; /* batches drawn again */
 };
-struct verification trainer_verification(const struct trainer *trainer); /* of rank 0, on all ranks */
+struct verification
+trainer_verification(const struct trainer *trainer); /* of rank 0, on all ranks; collective */
 
 /* Bytes of one rank. */
 struct memory_report {
-    double predicted, predicted_static; /* of the simulated timeline, for the rank's group; static:
-                                           parameters, gradients and optimizer state */
+    double predicted, predicted_static; /* of the simulated timeline, with this rank's share of experts and
+ copies by the plan's routing; static: parameters, gradients and optimizer state */
     double as_run; /* peak of the schedule's bytes for what was held at one time: transfers that come later
                       than simulated overlap less, so it may be below predicted, never above */
     double used, used_static; /* what the rank really held: its peak, and the static part */
     double workspace; /* scratch of operations, message staging, hand-over buffers: not in the others */
     double host;      /* optimizer state offloaded */
 };
-/* reports: (ranks), filled on every rank. Peaks are of all steps so far. */
+/* reports: (ranks), filled on every rank. Peaks are of all steps so far. Collective. */
 void trainer_memory(struct trainer *trainer, struct memory_report *reports);
 int trainer_ranks(const struct trainer *trainer);
 

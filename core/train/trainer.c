@@ -57,6 +57,22 @@ static int lane_length(const struct trainer *trainer, int group, enum resource r
     return trainer->schedule->lanes[lane_of(group, resource)].count;
 }
 
+/* Lanes are threads that all communicate, and an operation's number is its messages' tag. */
+static bool check_mpi(const struct ranks *ranks, MPI_Comm comm, struct errors *errors) {
+    int provided, size, found, *most, before = errors->count;
+    MPI_Query_thread(&provided);
+    MPI_Comm_size(comm, &size);
+    MPI_Comm_get_attr(comm, MPI_TAG_UB, &most, &found);
+    if (provided < MPI_THREAD_MULTIPLE)
+        errors_add(errors, NULL, "train", "this MPI library has no MPI_THREAD_MULTIPLE, which lanes need");
+    if (size != ranks->count)
+        errors_add(errors, NULL, "train", "found %d ranks; the plan has %d GPUs", size, ranks->count);
+    if (found && ranks->schedule->op_count > *most)
+        errors_add(errors, NULL, "train", "found %d operations; this MPI library has tags up to %d",
+                   ranks->schedule->op_count, *most);
+    return errors->count == before;
+}
+
 static void make_communicators(struct trainer *trainer, MPI_Comm comm) {
     MPI_Comm_dup(comm, &trainer->comm);
     MPI_Comm_dup(comm, &trainer->forward);
@@ -82,7 +98,7 @@ static void make_step_memory(struct trainer *trainer) {
     trainer->contexts[RESOURCE_COMPUTE].workers = workers_new(1);
     pthread_mutex_init(&trainer->mutex, NULL);
     pthread_cond_init(&trainer->changed, NULL);
-    expect_memory(trainer);
+    fill_expected(trainer);
     /* A little more for each buffer's header. */
     trainer->pool = pool_new((size_t)(trainer->expected_peak * 1.05) + (1 << 16));
 }
@@ -102,7 +118,8 @@ struct trainer *trainer_new(const struct plan *plan, const struct schedule *sche
                                 .seq_len = point->seq_len,
                                 .hidden = point->model->hidden,
                                 .arena = arena};
-    if (!ranks_read(&trainer->ranks, plan, schedule, arena, errors)) {
+    if (!ranks_read(&trainer->ranks, plan, schedule, arena, errors) ||
+        !check_mpi(&trainer->ranks, comm, errors)) {
         arena_free(arena);
         return NULL;
     }
@@ -167,13 +184,13 @@ struct optimizer training_optimizer(const struct training *training) {
                               .clip = training->clip};
 }
 
-static void sum_over_ranks(struct trainer *trainer, void *values, int count, MPI_Datatype type, MPI_Op op) {
+static void reduce_over_ranks(struct trainer *trainer, void *values, int count, MPI_Datatype type,
+                              MPI_Op op) {
     MPI_Request request;
     MPI_Iallreduce(MPI_IN_PLACE, values, count, type, op, trainer->comm, &request);
     wait_all(&request, 1);
 }
 
-/* The part of the mean that a layer without experts takes no part in. */
 static int moe_layers(const struct model *model) {
     int count = 0;
     for (int layer = 0; layer < model->layers; layer++) count += model_layer_is_moe(model, layer);
@@ -199,8 +216,8 @@ static struct step_losses losses_of(struct trainer *trainer, const double *sums)
     const struct model *model = trainer->model;
     double sequences = (double)batch_sequences(&trainer->ranks), tokens = sequences * trainer->seq_len;
     double layers = moe_layers(model) ? moe_layers(model) : 1;
-    sum_over_ranks(trainer, trainer->sums.expert_copies, model->layers * model->moe.experts, MPI_INT64_T,
-                   MPI_SUM);
+    reduce_over_ranks(trainer, trainer->sums.expert_copies, model->layers * model->moe.experts, MPI_INT64_T,
+                      MPI_SUM);
     struct step_losses losses = {.cross_entropy = sums[0] / tokens,
                                  .aux = sums[1] / (sequences * layers),
                                  .z = sums[2] / (tokens * layers),
@@ -219,8 +236,8 @@ void optimizer_operation(struct trainer *trainer) {
                       state_gradient_squares(trainer->state)};
     int bad = isfinite(sums[0] + sums[1] + sums[2]) ? INT_MAX : trainer->rank;
     if (bad == INT_MAX && !isfinite(sums[3])) bad = trainer->rank;
-    sum_over_ranks(trainer, &bad, 1, MPI_INT, MPI_MIN);
-    sum_over_ranks(trainer, sums, 4, MPI_DOUBLE, MPI_SUM);
+    reduce_over_ranks(trainer, &bad, 1, MPI_INT, MPI_MIN);
+    reduce_over_ranks(trainer, sums, 4, MPI_DOUBLE, MPI_SUM);
     struct optimizer optimizer = training_optimizer(&trainer->plan->point->training);
     report->losses = losses_of(trainer, sums);
     report->grad_norm = sqrt(sums[3]);
@@ -268,7 +285,7 @@ static void report_exposed(struct trainer *trainer) {
     struct timeline timeline = own_timeline(trainer);
     double exposed = exposed_seconds(trainer, &timeline);
     timeline_free(&timeline);
-    sum_over_ranks(trainer, &exposed, 1, MPI_DOUBLE, MPI_SUM);
+    reduce_over_ranks(trainer, &exposed, 1, MPI_DOUBLE, MPI_SUM);
     trainer->report.exposed = exposed / trainer->ranks.count;
 }
 
@@ -293,7 +310,7 @@ struct step_report trainer_step(struct trainer *trainer) {
     state_gather(trainer->state);
     struct step_report *report = &trainer->report;
     report->seconds = seconds_now() - trainer->began;
-    sum_over_ranks(trainer, &report->seconds, 1, MPI_DOUBLE, MPI_MAX);
+    reduce_over_ranks(trainer, &report->seconds, 1, MPI_DOUBLE, MPI_MAX);
     report->tokens_per_s = (double)batch_sequences(&trainer->ranks) * trainer->seq_len / report->seconds;
     report_exposed(trainer);
     trainer->mark.step++;
@@ -309,7 +326,7 @@ void trainer_memory(struct trainer *trainer, struct memory_report *reports) {
         .as_run = trainer->expected_static + trainer->as_run_peak,
         .predicted_static = trainer->expected_static,
         .used_static = (double)(state->value_bytes + state->gradient_bytes + state->moment_bytes),
-        .workspace = (double)trainer->passing_peak,
+        .workspace = (double)(trainer->passing_peak + state->workspace_bytes),
         .host = (double)state->host_bytes,
     };
     own.used = own.used_static + (double)pool_use(trainer->pool).peak;
@@ -358,8 +375,6 @@ static int add_half(const struct trainer *trainer, struct schedule *measured, st
                                 it->micro_batch, group, span[1] - span[0]);
     measured->ops[half].lanes[0] = lane;
     measured->ops[half].bytes = it->bytes;
-    timeline->start = must_realloc(timeline->start, (size_t)measured->op_count * sizeof(double));
-    timeline->end = must_realloc(timeline->end, (size_t)measured->op_count * sizeof(double));
     timeline->start[half] = span[0];
     timeline->end[half] = span[1];
     return half;
@@ -369,22 +384,28 @@ static void add_measurements(const struct trainer *trainer, struct schedule *mea
                              struct timeline *timeline, int rank, const double *values) {
     const struct schedule *schedule = trainer->schedule;
     int group = seat_of(&trainer->ranks, rank).group;
-    int *halves =
-        must_alloc((size_t)schedule->op_count * sizeof *halves + 1); /* the last one of each operation */
+    /* Memory is taken by the receiving half of an operation and freed by the half that ends last. */
+    size_t bytes = (size_t)schedule->op_count * sizeof(int) + 1;
+    int *takes = must_alloc(bytes), *frees = must_alloc(bytes);
+    for (int op = 0; op < schedule->op_count; op++) frees[op] = -1;
     for (int resource = 0; resource < RESOURCE_COUNT; resource++) {
         const struct lane *lane = &schedule->lanes[lane_of(group, (enum resource)resource)];
-        for (int i = 0; i < lane->count; i++, values += 2)
-            halves[lane->ops[i]] = add_half(trainer, measured, timeline, lane->ops[i],
-                                            lane_of(rank, (enum resource)resource), values);
+        for (int i = 0; i < lane->count; i++, values += 2) {
+            int op = lane->ops[i], half = add_half(trainer, measured, timeline, op,
+                                                   lane_of(rank, (enum resource)resource), values);
+            takes[op] = half;
+            if (frees[op] < 0 || timeline->end[frees[op]] < timeline->end[half]) frees[op] = half;
+        }
     }
     for (int a = 0; a < schedule->activation_count; a++) {
         const struct activation *it = &schedule->activations[a];
         if (it->group != group) continue;
-        int kept = schedule_keep(measured, rank, halves[it->producer], values[a]);
+        int kept = schedule_keep(measured, rank, takes[it->producer], values[a]);
         schedule_role(measured, (enum role)it->role, it->layer, it->micro_batch);
-        schedule_release(measured, kept, halves[it->freed_by]);
+        schedule_release(measured, kept, frees[it->freed_by]);
     }
-    free(halves);
+    free(takes);
+    free(frees);
 }
 
 /* Times from the first operation's start on. */
@@ -409,6 +430,11 @@ struct schedule *trainer_measured(struct trainer *trainer, struct timeline *time
     }
     struct schedule *measured =
         schedule_new(ranks->count, trainer->model->layers, trainer->schedule->micro_batches);
+    size_t halves = 1;
+    for (int rank = 0; rank < ranks->count; rank++)
+        halves += (size_t)measurement_count(trainer, seat_of(ranks, rank).group) / 2;
+    timeline->start = must_alloc(halves * sizeof(double));
+    timeline->end = must_alloc(halves * sizeof(double));
     for (int rank = 0; rank < ranks->count; rank++) {
         int count = measurement_count(trainer, seat_of(ranks, rank).group);
         double *values = rank == 0 ? own : must_alloc((size_t)count * sizeof *values + 1);
