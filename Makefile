@@ -25,9 +25,9 @@ VALGRIND = BUILD=build/valgrind TRAIN_OPT=-O2
 
 SOURCES := $(wildcard core/*/*.c core/*/*/*.c baselines/*.c)
 MAIN    := $(wildcard core/cli/main.c)
+TRAIN   := $(filter core/layers/% core/state/% core/train/%,$(SOURCES))
 # float32 or float64 is chosen when these are compiled, so they exist twice.
-TWICE   := $(filter core/train/% core/cli/%,$(SOURCES))
-TRAIN   := $(filter core/train/%,$(SOURCES))
+TWICE   := $(TRAIN) $(filter core/cli/%,$(SOURCES))
 OBJECTS := $(SOURCES:%.c=$(BUILD)/%.o)
 OBJECTS_DOUBLE := $(patsubst %.c,$(BUILD)/%.o,$(filter-out $(TWICE),$(SOURCES))) $(TWICE:%.c=$(BUILD)/double/%.o)
 BINARIES := $(if $(MAIN),$(BUILD)/disagmoe $(if $(TRAIN),$(BUILD)/disagmoe-double))
@@ -60,7 +60,7 @@ $(BINARIES) $(call programs,$(BUILD)):
 	@echo "link $@"
 	@$(CC) $(EXTRA) -o $@ $^ $(LDLIBS)
 
-$(BUILD)/core/train/%.o $(BUILD)/double/core/train/%.o: OPT = $(TRAIN_OPT)
+$(patsubst %.c,$(BUILD)/%.o,$(TRAIN)) $(patsubst %.c,$(BUILD)/double/%.o,$(TRAIN)): OPT = $(TRAIN_OPT)
 $(BUILD)/double/%.o: CPPFLAGS += -DFLOATX_DOUBLE
 $(BUILD)/double/%.o: %.c Makefile
 	@mkdir -p $(@D)

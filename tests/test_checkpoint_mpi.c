@@ -17,7 +17,7 @@ as many of the ranks as its plan has.
 
 #include "baselines/baselines.h"
 #include "sim/sim.h"
-#include "train/checkpoint.h"
+#include "state/checkpoint.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -8,10 +8,9 @@ products without rows, logits that are no numbers.
 #include <stddef.h>
 #include <cmocka.h>
 
-#include "train/blocks.h"
+#include "layers/layers.h"
+#include "state/safetensors.h"
 #include "train/data.h"
-#include "train/reference.h"
-#include "train/safetensors.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -11,9 +11,9 @@ build skips them and relies on golden values.
 #include <stddef.h>
 #include <cmocka.h>
 
+#include "layers/layers.h"
+#include "state/safetensors.h"
 #include "train/data.h"
-#include "train/reference.h"
-#include "train/safetensors.h"
 
 #include <math.h>
 #include <stdlib.h>

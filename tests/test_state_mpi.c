@@ -16,8 +16,8 @@ round, and test that the bits do not depend on ZeRO nor on who holds them.
 
 #include "baselines/baselines.h"
 #include "sim/sim.h"
+#include "state/state.h"
 #include "tests/under_mpi.h"
-#include "train/state.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -5,7 +5,7 @@ measure. `train` times the training step of the single-process reference; tests/
 the same step in PyTorch beside it.
 */
 #include "cli/cli.h"
-#include "train/reference.h"
+#include "layers/layers.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -9,7 +9,7 @@ Ranks decide together: what any of them finds wrong ends all of them with the sa
 found something says it.
 */
 #include "cli/cli.h"
-#include "train/launch.h"
+#include "cli/launch.h"
 #include "train/train.h"
 
 #include <errno.h>

@@ -9,13 +9,13 @@ is done here or has arrived, and when the memory it needs has been freed in the 
 no rank ever holds more activations than the simulated timeline says.
 - Losses, data and noise depend on seed and step alone, never on the layout.
 */
-#ifndef TRAIN_TRAIN_H
-#define TRAIN_TRAIN_H
+#ifndef TRAIN_H
+#define TRAIN_H
 
+#include "layers/layers.h"
 #include "plan/plan.h"
-#include "train/checkpoint.h"
+#include "state/checkpoint.h"
 #include "train/data.h"
-#include "train/reference.h"
 
 #include <mpi.h>
 

@@ -4,7 +4,7 @@ RMSNorm, embedding and element-wise sums.
 Sums over a row use a fixed number of lanes, which the compiler turns into vector registers without being
 allowed to reorder floating-point sums in general.
 */
-#include "train/layers.h"
+#include "layers/kernels.h"
 
 #include <math.h>
 #include <string.h>

@@ -5,11 +5,11 @@ It is what every system's run is compared with, so it is composed of the layers 
 nothing of schedules. All losses are means over the batch (route_losses says which), so a batch may be worked
 through a few sequences at a time: that changes sums' rounding and nothing else.
 */
-#ifndef TRAIN_REFERENCE_H
-#define TRAIN_REFERENCE_H
+#ifndef LAYERS_REFERENCE_H
+#define LAYERS_REFERENCE_H
 
-#include "train/layers.h"
-#include "train/parameters.h"
+#include "layers/kernels.h"
+#include "layers/parameters.h"
 
 struct reference {
     const struct model *model;

@@ -5,7 +5,7 @@ mpirun ends the other ranks when one dies, and the launcher ends mpirun when it 
 not happen in time, the launcher ends the ranks it knows from the board itself: nothing may hang.
 */
 #define _GNU_SOURCE /* execvpe, pipe2 */
-#include "train/launch.h"
+#include "cli/launch.h"
 
 #include <ctype.h>
 #include <dirent.h>

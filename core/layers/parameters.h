@@ -11,10 +11,10 @@ ranks, in checkpoints and for initialisation, which depends on the seed and the 
 - Every expert's tensors are parameters of their own (`model.layers.3.mlp.experts.7.up_proj.weight`) whichever
 way a checkpoint packs them.
 */
-#ifndef TRAIN_PARAMETERS_H
-#define TRAIN_PARAMETERS_H
+#ifndef LAYERS_PARAMETERS_H
+#define LAYERS_PARAMETERS_H
 
-#include "train/layers.h"
+#include "layers/kernels.h"
 
 enum owner {
     OWNER_EMBEDDING, /* input embedding; also the output matrix where tied */

@@ -1,7 +1,7 @@
 /*
 The attention block and the expert block: forward, backward in two halves, and where kept activations lie.
 */
-#include "train/blocks.h"
+#include "layers/blocks.h"
 
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /*
 Reading off a schedule which rank holds what.
 */
-#include "train/ranks.h"
+#include "state/ranks.h"
 
 #include <limits.h>
 

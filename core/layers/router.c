@@ -6,8 +6,8 @@ All rules of choosing end in one of two weights: the softmax over all experts at
 softmax over the chosen ones alone. (Dividing the first by its sum is the second.) Auxiliary losses are always
 of the softmax over all experts. The weights are computed anew in the backward pass, so only logits are kept.
 */
-#include "train/layers.h"
-#include "train/vector_math.h"
+#include "layers/kernels.h"
+#include "layers/vector_math.h"
 
 #include <assert.h>
 #include <math.h>

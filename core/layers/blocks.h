@@ -23,10 +23,10 @@ at level none.
 - The input half of the backward pass leaves in `pending` what the weight half needs. kept and pending live
 until the weight half is done; the input half may overwrite parts of kept.
 */
-#ifndef TRAIN_BLOCKS_H
-#define TRAIN_BLOCKS_H
+#ifndef LAYERS_BLOCKS_H
+#define LAYERS_BLOCKS_H
 
-#include "train/parameters.h"
+#include "layers/parameters.h"
 
 /* ---- attention block --------------------------------------------------------------------------------- */
 

@@ -13,8 +13,8 @@ here nothing has been changed; what is left is copying, which cannot fail.
 Every stage ends with all ranks agreeing whether it succeeded everywhere, so none waits for one that gave up.
 */
 #define _GNU_SOURCE /* renameat2, nftw */
-#include "train/checkpoint.h"
-#include "train/safetensors.h"
+#include "state/checkpoint.h"
+#include "state/safetensors.h"
 
 #include <dirent.h>
 #include <errno.h>

@@ -5,8 +5,8 @@ A vocabulary of 150,000 makes the logits of a long micro-batch larger than all a
 are made for a chunk of tokens, used and overwritten; the backward pass makes them once more. Whoever runs
 forward and backward at one go makes them once.
 */
-#include "train/layers.h"
-#include "train/vector_math.h"
+#include "layers/kernels.h"
+#include "layers/vector_math.h"
 
 #include <math.h>
 #include <string.h>

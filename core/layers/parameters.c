@@ -1,7 +1,7 @@
 /*
 Parameters: names, order, initial values.
 */
-#include "train/parameters.h"
+#include "layers/parameters.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -5,7 +5,7 @@ The workers sleep between pieces of work. A piece is an array of equal tasks, ta
 atomic counter: with other processes on the machine a fixed share would wait for the slowest. A worker spins
 for a short while before it sleeps, since the next layer's work follows within microseconds.
 */
-#include "train/layers.h"
+#include "layers/kernels.h"
 
 #include <assert.h>
 #include <cblas.h>

@@ -5,10 +5,10 @@ The C library's expf is a call per element. Here x = n ln 2 + r with |r| ≤ ln 
 degree 7, whose error (1e-7 relative) is that of float itself. The double build uses the library: it is for
 proofs.
 */
-#ifndef TRAIN_VECTOR_MATH_H
-#define TRAIN_VECTOR_MATH_H
+#ifndef LAYERS_VECTOR_MATH_H
+#define LAYERS_VECTOR_MATH_H
 
-#include "train/layers.h"
+#include "layers/kernels.h"
 
 #include <math.h>
 #include <string.h>

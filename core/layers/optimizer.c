@@ -1,7 +1,7 @@
 /*
 AdamW, learning-rate schedule, clipping, and BF16 for optimizer state.
 */
-#include "train/layers.h"
+#include "layers/kernels.h"
 
 #include <math.h>
 #include <string.h>

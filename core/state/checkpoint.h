@@ -12,10 +12,10 @@ by its parameter and the first element, so any system, layout, ZeRO level or num
 is there is complete. A failed one is removed; one of a killed run is ignored, and removed by the next write.
 - Resuming with the same layout and precision gives the same bits as never having stopped.
 */
-#ifndef TRAIN_CHECKPOINT_H
-#define TRAIN_CHECKPOINT_H
+#ifndef STATE_CHECKPOINT_H
+#define STATE_CHECKPOINT_H
 
-#include "train/state.h"
+#include "state/state.h"
 
 /* Steps done, and the seed that data and noise are drawn from. */
 struct progress_mark {

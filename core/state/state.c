@@ -7,7 +7,7 @@ ring of its holders, for sums (reduce-scatter) and for copies (all-gather; both 
 MPI's own collectives would do, but add up in another order for every algorithm, count in int and need a
 buffer as large as the bucket.
 */
-#include "train/state.h"
+#include "state/state.h"
 
 #include <assert.h>
 #include <stdlib.h>

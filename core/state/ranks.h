@@ -12,11 +12,11 @@ is the sum over its holders.
 - The tokens of a micro-batch lie in equal parts on the ranks of the attention groups: rank i has the same
 tokens in every layer. The head's group, where it is another, splits them evenly over its own ranks.
 */
-#ifndef TRAIN_RANKS_H
-#define TRAIN_RANKS_H
+#ifndef STATE_RANKS_H
+#define STATE_RANKS_H
 
+#include "layers/layers.h"
 #include "plan/plan.h"
-#include "train/parameters.h"
 
 struct seat {
     int replica, group, index;

@@ -5,8 +5,8 @@ A tile is TILE_QUERIES × TILE_KEYS scores of one head. Tiles no query of which 
 before the window) are skipped; within a tile, masked scores are never exponentiated. Query heads that share
 a key head are one task in the backward pass, since they add to the same key gradients.
 */
-#include "train/layers.h"
-#include "train/vector_math.h"
+#include "layers/kernels.h"
+#include "layers/vector_math.h"
 
 #include <cblas.h>
 #include <math.h>

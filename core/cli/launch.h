@@ -8,8 +8,8 @@ they print, and says in one line why a run ended early. Ranks that mpirun or sru
 be told who died where: the dead cannot, and the others are ended before they could.
 - What Open MPI prints about a failure is held back, and shown when nothing else explains it.
 */
-#ifndef TRAIN_LAUNCH_H
-#define TRAIN_LAUNCH_H
+#ifndef CLI_LAUNCH_H
+#define CLI_LAUNCH_H
 
 #include "base/base.h"
 

@@ -5,7 +5,7 @@ Read it from the bottom: a batch is a few sequences at a time through embedding,
 layer is attention and a feed-forward part; backward functions stand below their forward ones and undo them
 line by line. Every activation is kept: memory is not the point here.
 */
-#include "train/reference.h"
+#include "layers/reference.h"
 
 #include <assert.h>
 #include <math.h>

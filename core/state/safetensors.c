@@ -5,8 +5,7 @@ Qwen3-MoE and DeepSeek-MoE store an expert's matrices one by one under the names
 experts of a layer: gate_up_proj (E, H, 2 D) with gate and up interleaved, down_proj (E, D, H), both to be
 multiplied from the right; they are unpacked into (out, in) matrices.
 */
-#include "train/safetensors.h"
-#include "train/parameters.h"
+#include "state/safetensors.h"
 
 #include <errno.h>
 #include <fcntl.h>

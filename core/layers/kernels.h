@@ -12,8 +12,8 @@ gives the gradients of its matrices and biases. Gradients of small vectors that 
 - Nothing here knows of ranks or schedules. Sums run in a fixed order, so results do not depend on timing. How
   a product is cut among workers depends on their number, which may change the last bit.
 */
-#ifndef TRAIN_LAYERS_H
-#define TRAIN_LAYERS_H
+#ifndef LAYERS_KERNELS_H
+#define LAYERS_KERNELS_H
 
 #include "base/base.h"
 #include "model/model.h"

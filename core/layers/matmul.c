@@ -4,7 +4,7 @@ Matrix products: OpenBLAS on one thread each, cut into tasks for the workers.
 Experts get uneven numbers of rows, so a grouped product is cut by rows rather than by expert: one expert with
 all rows is shared by all workers, many small ones are dealt out whole.
 */
-#include "train/layers.h"
+#include "layers/kernels.h"
 
 #include <cblas.h>
 #include <string.h>

@@ -1,8 +1,8 @@
 /*
 What an expert does between its two products, and the order in which copies reach experts.
 */
-#include "train/layers.h"
-#include "train/vector_math.h"
+#include "layers/kernels.h"
+#include "layers/vector_math.h"
 
 #include <string.h>
 

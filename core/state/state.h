@@ -2,7 +2,7 @@
 A rank's parameters with their gradients and optimizer state, and the collectives at a step's end.
 
 Concepts
-- A bucket is all parameters with the same holders (train/ranks.h). Its tensors lie next to one another in the
+- A bucket is all parameters with the same holders (state/ranks.h). Its tensors lie next to one another in the
 rank's arrays, so a bucket is reduced, sharded and gathered as one piece. Buckets have the same order on every
 rank, so that collectives cannot wait in a circle.
 - ZeRO 1: every holder keeps moments for, and updates, its slice of a bucket. Slices are even parts; without
@@ -11,11 +11,11 @@ ZeRO the slice that a rank updates is the whole bucket, and the slices are used 
 workspace (of that component alone), and state_add_gradients rounds the sum to nearest.
 - Offload puts the moments into memory that is counted as the host's.
 */
-#ifndef TRAIN_STATE_H
-#define TRAIN_STATE_H
+#ifndef STATE_H
+#define STATE_H
 
-#include "train/blocks.h"
-#include "train/ranks.h"
+#include "layers/layers.h"
+#include "state/ranks.h"
 
 #include <mpi.h>
 

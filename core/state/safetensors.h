@@ -4,10 +4,10 @@ Reading a safetensors file: 8 bytes of header length, a JSON header, raw little-
 The file is mapped, not read: a checkpoint may be larger than memory. The header is not trusted: every
 tensor's range is checked against the file and its shape before anything is read.
 */
-#ifndef TRAIN_SAFETENSORS_H
-#define TRAIN_SAFETENSORS_H
+#ifndef STATE_SAFETENSORS_H
+#define STATE_SAFETENSORS_H
 
-#include "train/layers.h"
+#include "layers/layers.h"
 
 enum tensor_type { TENSOR_F64, TENSOR_F32, TENSOR_F16, TENSOR_BF16, TENSOR_OTHER };
 enum { TENSOR_DIMENSIONS = 4 };
