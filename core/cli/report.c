@@ -263,7 +263,7 @@ void print_trend(const struct experiment *experiment, const char *published, FIL
     struct point point = experiment->points[0];
     struct cluster cluster = *point.cluster;
     point.cluster = &cluster;
-    struct plan plan = {.point = &point};
+    struct plan plan = {.point = &point, .parallel = {.cp = 1}};
     char seq[16];
     fprintf(stream, "\nAll-to-all share of a forward layer by nodes, EP over all GPUs, balanced\n(%s, %s):\n",
             point.model->name, sequence_text(point.seq_len, seq, sizeof seq));
@@ -272,9 +272,10 @@ void print_trend(const struct experiment *experiment, const char *published, FIL
         int gpus[8 * 64], count = cluster_gpus(&cluster);
         if (count > (int)COUNT(gpus) || count > point.model->moe.experts) break;
         for (int i = 0; i < count; i++) gpus[i] = i;
-        struct layer_cost cost = plan_layer_cost(&plan, point.model->layers - 1,
-                                                 (struct sides){gpus, count, gpus, count, gpus, count});
-        double exchange = cost.dispatch + cost.combine;
+        struct side side = {.gpus = gpus, .count = count};
+        struct layer_cost cost = plan_layer_cost(&plan, point.model->layers - 1, (struct recompute){0},
+                                                 (struct sides){side, side, side});
+        double exchange = cost.dispatch.seconds + cost.combine.seconds;
         fprintf(stream, "  %d node%s: %4.1f %%\n", nodes, nodes > 1 ? "s" : " ",
                 100 * exchange / (cost.attention[PASS_FORWARD] + cost.ffn[PASS_FORWARD] + exchange));
     }

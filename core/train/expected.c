@@ -12,18 +12,17 @@ other ranks of the group hold less, by the plan's routing.
 static struct sides sides_of(const struct ranks *ranks, int layer) {
     static const int here = 0, there = 0; /* two sides are told apart by their lists of GPUs */
     const struct group *groups = ranks->schedule->groups;
-    return (struct sides){.attention_gpus = &here,
-                          .attention_count = groups[ranks->attention[layer]].gpus,
-                          .ffn_gpus = ranks->pipelined ? &here : &there,
-                          .ffn_count = groups[ranks->ffn[layer]].gpus};
+    return (struct sides){
+        .attention = {.gpus = &here, .count = groups[ranks->attention[layer]].gpus},
+        .ffn = {.gpus = ranks->pipelined ? &here : &there, .count = groups[ranks->ffn[layer]].gpus}};
 }
 
 /* Of a feed-forward role. */
 static double ffn_bytes(const struct trainer *trainer, const struct activation *activation) {
-    struct layer_memory memory = plan_gpu_layer_memory(
-        trainer->plan, activation->layer, sides_of(&trainer->ranks, activation->layer), trainer->seat.index);
-    bool full = trainer->plan->memory.recompute == RECOMPUTE_FULL;
-    if (activation->role == ROLE_FFN) return full ? memory.full_ffn : memory.ffn;
+    struct layer_memory memory =
+        plan_gpu_layer_memory(trainer->plan, activation->layer, plan_recompute(trainer->plan, 0),
+                              sides_of(&trainer->ranks, activation->layer), trainer->seat.index);
+    if (activation->role == ROLE_FFN) return memory.ffn;
     if (activation->role == ROLE_RESTORED_FFN) return memory.full_ffn - memory.ffn;
     return memory.expert_input;
 }

@@ -26,9 +26,14 @@ int head_tokens(const struct trainer *trainer, int micro_batch) {
            head_tokens_before(&trainer->ranks, replica, micro_batch, index);
 }
 
-static enum recompute kept_level(const struct trainer *trainer) {
-    int level = trainer->plan->memory.recompute;
-    return level == RECOMPUTE_FULL ? RECOMPUTE_NONE : (enum recompute)level;
+static enum ffn_recompute kept_level(const struct trainer *trainer) {
+    int level = trainer->plan->memory.recompute.ffn;
+    return level == FFN_FULL ? FFN_NONE : (enum ffn_recompute)level;
+}
+
+static enum attention_recompute kept_attention(const struct trainer *trainer) {
+    int level = trainer->plan->memory.recompute.attention;
+    return level == ATTENTION_FULL ? ATTENTION_NONE : (enum attention_recompute)level;
 }
 
 /* Of the copies received; of the rank's own tokens in a pipelined system. */
@@ -67,7 +72,7 @@ size_t activation_bytes(const struct trainer *trainer, const struct activation *
     case ROLE_INPUT_GRADIENT:
         return (size_t)cell->copies.rows * row;
     case ROLE_ATTENTION:
-        return attention_kept_bytes(trainer->model, layer, kept_level(trainer), own_tokens(trainer, m));
+        return attention_kept_bytes(trainer->model, layer, kept_attention(trainer), own_tokens(trainer, m));
     case ROLE_RESTORED_ATTENTION:
         return attention_restored_bytes(trainer->model, layer, own_tokens(trainer, m));
     case ROLE_FFN:
@@ -128,7 +133,7 @@ static void run_attention(const struct work_item *item) {
     struct trainer *trainer = item->trainer;
     struct cell *cell = item->cell;
     struct attention_part part = attention_part(item);
-    cell->attention = attention_kept_place(trainer->model, item->layer, kept_level(trainer), item->tokens,
+    cell->attention = attention_kept_place(trainer->model, item->layer, kept_attention(trainer), item->tokens,
                                            cell->slot[ROLE_ATTENTION]);
     attention_block_forward(item->context, &trainer->state->attention[item->layer], &part, &cell->attention,
                             stream_of(cell));
@@ -317,9 +322,9 @@ static void backward_of(const struct work_item *item, const struct expert_block 
                         floatX *dinput, floatX *dweights, const floatX *doutput, const floatX *input) {
     const struct model *model = item->trainer->model;
     void *memory =
-        scratch_take(item->context, expert_pending_bytes(model, item->layer, RECOMPUTE_NONE, routed, firsts));
+        scratch_take(item->context, expert_pending_bytes(model, item->layer, FFN_NONE, routed, firsts));
     struct expert_pending pending =
-        expert_pending_place(model, item->layer, RECOMPUTE_NONE, routed, firsts, memory);
+        expert_pending_place(model, item->layer, FFN_NONE, routed, firsts, memory);
     expert_block_backward_input(item->context, block, part, kept, &pending, dinput, dweights, doutput, input);
     expert_block_backward_weight(item->context, block, part, kept, &pending, input);
     scratch_release(item->context, memory);
@@ -427,7 +432,7 @@ static struct work_item item_of(struct trainer *trainer, const struct operation 
                               .layer = layer,
                               .micro_batch = op->micro_batch,
                               .tokens = own_tokens(trainer, op->micro_batch),
-                              .full = trainer->plan->memory.recompute == RECOMPUTE_FULL};
+                              .full = trainer->plan->memory.recompute.attention == ATTENTION_FULL};
 }
 
 void compute_operation(struct trainer *trainer, int id) {
