@@ -77,12 +77,4 @@ floatX *tensor_at(const struct parameters *parameters, floatX *array, const char
 /* The output matrix (V, H): its own, or the embedding where tied. */
 floatX *head_tensor(const struct parameters *parameters, floatX *array);
 
-/* ---- import ------------------------------------------------------------------------------------------ */
-
-/* Fills values from safetensors files of Qwen3-MoE, GPT-OSS or DeepSeek-MoE, by their own names. A file whose
-   name ends in .index.json stands for those it names, which lie beside it. What is missing, of another shape
-   or not understood is an error that names file and tensor. */
-bool parameters_import(const struct parameters *parameters, floatX *values, const char *const *files,
-                       int file_count, struct errors *errors);
-
 #endif
