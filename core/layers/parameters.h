@@ -72,6 +72,12 @@ struct ffn_tensors {
 struct attention_tensors attention_tensors(const struct parameters *parameters, floatX *array, int layer);
 /* expert −1: the shared experts or the dense FFN. All pointers NULL when not in the list. */
 struct ffn_tensors ffn_tensors(const struct parameters *parameters, floatX *array, int layer, int expert);
+/* Pointers to the tensors of each of a number of experts, (experts) each. */
+struct expert_tensors {
+    floatX **gate_up, **gate_up_bias, **down, **down_bias;
+};
+struct expert_tensors expert_tensors(struct arena *arena, const struct parameters *parameters, floatX *array,
+                                     int layer, int first_expert, int experts);
 /* One tensor's place, or NULL. */
 floatX *tensor_at(const struct parameters *parameters, floatX *array, const char *name);
 /* The output matrix (V, H): its own, or the embedding where tied. */

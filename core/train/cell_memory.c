@@ -29,9 +29,7 @@ void *passing_new(struct runner *runner, size_t bytes) {
     return passing + 1;
 }
 
-void passing_free(struct runner *runner, void *memory) {
-    if (!memory) return;
-    struct passing *passing = (struct passing *)memory - 1;
+static void drop(struct runner *runner, struct passing *passing) {
     pthread_mutex_lock(&runner->mutex);
     if (passing->previous)
         passing->previous->next = passing->next;
@@ -43,14 +41,24 @@ void passing_free(struct runner *runner, void *memory) {
     free(passing);
 }
 
+void passing_free(struct runner *runner, floatX **field) {
+    if (*field) drop(runner, (struct passing *)(void *)*field - 1);
+    *field = NULL;
+}
+
 void passing_free_all(struct runner *runner) {
-    while (runner->passing) passing_free(runner, runner->passing + 1);
+    while (runner->passing) drop(runner, runner->passing);
 }
 
 floatX *stream_for(struct runner *runner, struct cell *cell, int tokens) {
     if (!stream_of(cell))
         cell->passing = passing_new(runner, (size_t)tokens * runner->hidden * sizeof(floatX));
     return stream_of(cell);
+}
+
+floatX *gradient_for(struct runner *runner, struct cell *cell, int tokens) {
+    cell->gradient = passing_new(runner, (size_t)tokens * runner->hidden * sizeof(floatX));
+    return cell->gradient;
 }
 
 /* ---- activations ------------------------------------------------------------------------------------- */
@@ -71,8 +79,7 @@ static void take(struct runner *runner, int id) {
     bool stream = activation->role == ROLE_LAYER_INPUT || activation->role == ROLE_HEAD_INPUT;
     if (stream && cell->passing) {
         memcpy(memory, cell->passing, bytes);
-        passing_free(runner, cell->passing);
-        cell->passing = NULL;
+        passing_free(runner, &cell->passing);
     }
 }
 

@@ -9,10 +9,12 @@ to the next, a transfer's or a computation's.
 
 /* Bookkeeping and hand-over memory: counted, freed with passing_free or at the step's end. */
 void *passing_new(struct runner *runner, size_t bytes); /* zeroed */
-void passing_free(struct runner *runner, void *memory); /* NULL is allowed */
+/* Frees what a cell's field points to, which may be NULL, and clears the field. */
+void passing_free(struct runner *runner, floatX **field);
 void passing_free_all(struct runner *runner);
-/* Where to write the residual stream at the cell's input: where it is, or new memory. */
+/* Where to write the residual stream at the cell's input: where it is, or new memory; and its gradient. */
 floatX *stream_for(struct runner *runner, struct cell *cell, int tokens);
+floatX *gradient_for(struct runner *runner, struct cell *cell, int tokens);
 
 /* Memory that an operation's activations take, by who starts it, when sizes are known; and what the
    operation's end frees. */

@@ -14,11 +14,6 @@ received copies.
 #include <stdlib.h>
 #include <string.h>
 
-static floatX *gradient_for(struct runner *runner, struct cell *cell, int tokens) {
-    cell->gradient = passing_new(runner, (size_t)tokens * runner->hidden * sizeof(floatX));
-    return cell->gradient;
-}
-
 /* ---- one computation --------------------------------------------------------------------------------- */
 
 struct work_item {
@@ -157,11 +152,9 @@ static void attention_backward_operation(const struct work_item *item) {
     attention_block_backward_weight(item->context, block, &part, &cell->attention, &pending, stream_of(cell));
     state_add_gradients(runner->state, COMPONENT_ATTENTION, item->layer);
     scratch_release(item->context, memory);
-    passing_free(runner, cell->dweights);
-    cell->dweights = NULL;
+    passing_free(runner, &cell->dweights);
     if (!runner->ranks.pipelined) return;
-    passing_free(runner, item->above->gradient);
-    item->above->gradient = NULL;
+    passing_free(runner, &item->above->gradient);
 }
 
 /* ---- feed-forward ------------------------------------------------------------------------------------ */
@@ -204,8 +197,7 @@ static void ffn_forward_operation(const struct work_item *item) {
     floatX *stream = NULL;
     if (item->runner->ranks.pipelined) stream = stream_for(item->runner, item->above, item->tokens);
     run_ffn(item, item->cell->slot[ROLE_EXPERT_OUTPUT], stream);
-    passing_free(item->runner, item->cell->middle);
-    item->cell->middle = NULL;
+    passing_free(item->runner, &item->cell->middle);
 }
 
 static floatX *scratch_rows(const struct work_item *item, int rows) {
@@ -302,8 +294,7 @@ static void embed_backward_operation(const struct work_item *item) {
     embedding_backward(item->context, runner->state->embedding_gradient, item->cell->gradient,
                        item->cell->tokens, item->tokens, runner->hidden);
     state_add_gradients(runner->state, COMPONENT_EMBEDDING, -1);
-    passing_free(runner, item->cell->gradient);
-    item->cell->gradient = NULL;
+    passing_free(runner, &item->cell->gradient);
 }
 
 /* Loss and gradient at one go, so that a chunk's logits are made once: the head's forward operation is its
@@ -319,19 +310,12 @@ static void head_forward_operation(const struct work_item *item) {
 
 static void head_backward_operation(const struct work_item *item) {
     struct runner *runner = item->runner;
-    const struct model *model = runner->model;
-    const struct head_block *head = &runner->state->head;
     int count = head_tokens(runner, item->micro_batch);
     double scale = 1 / ((double)batch_sequences(&runner->ranks) * runner->seq_len);
-    const floatX *input = stream_of(item->cell);
-    floatX *d = gradient_for(runner, item->cell, count), *normed = scratch_rows(item, count);
+    floatX *d = gradient_for(runner, item->cell, count);
     state_begin_gradients(runner->state, COMPONENT_HEAD, -1);
-    rmsnorm_forward(item->context, normed, input, head->norm, count, model->hidden, model->norm_eps);
-    runner->sums.cross_entropy +=
-        head_forward_backward(item->context, d, head->output_gradient, normed, head->output,
-                              item->cell->tokens, count, model->hidden, model->vocab, scale);
-    rmsnorm_backward(item->context, d, head->norm_gradient, d, input, head->norm, count, model->hidden,
-                     model->norm_eps, false);
+    runner->sums.cross_entropy += head_block_forward_backward(
+        item->context, &runner->state->head, d, stream_of(item->cell), item->cell->tokens, count, scale);
     state_add_gradients(runner->state, COMPONENT_HEAD, -1);
 }
 

@@ -9,13 +9,6 @@ before it updates what it holds.
 #include <limits.h>
 #include <math.h>
 
-/* The part of the mean that a layer without experts takes no part in. */
-static int moe_layers(const struct model *model) {
-    int count = 0;
-    for (int layer = 0; layer < model->layers; layer++) count += model_layer_is_moe(model, layer);
-    return count;
-}
-
 /* Mean over MoE layers of the busiest expert's copies over the mean expert's. */
 static double imbalance_of(const struct model *model, const int64_t *copies) {
     double sum = 0;
@@ -28,13 +21,13 @@ static double imbalance_of(const struct model *model, const int64_t *copies) {
         }
         if (all) sum += (double)most * model->moe.experts / (double)all;
     }
-    return moe_layers(model) ? sum / moe_layers(model) : 0;
+    return sum / fmax(model_moe_layers(model), 1);
 }
 
 static struct step_losses losses_of(struct runner *runner, const double *sums) {
     const struct model *model = runner->model;
     double sequences = (double)batch_sequences(&runner->ranks), tokens = sequences * runner->seq_len;
-    double layers = moe_layers(model) ? moe_layers(model) : 1;
+    double layers = fmax(model_moe_layers(model), 1);
     wait_for_all(runner->comm, runner->sums.expert_copies, model->layers * model->moe.experts, MPI_INT64_T,
                  MPI_SUM);
     struct step_losses losses = {.cross_entropy = sums[0] / tokens,

@@ -341,8 +341,7 @@ static void combine_backward_send(struct leg leg) {
     send_messages(runner, leg.op, messages, leg.others);
     free(messages);
     if (runner->ranks.pipelined) return; /* the rank's own part still needs it */
-    passing_free(runner, above->gradient);
-    above->gradient = NULL;
+    passing_free(runner, &above->gradient);
 }
 
 static double combine_backward_receive(struct leg leg) {
@@ -377,8 +376,7 @@ static void dispatch_backward_send(struct leg leg) {
     }
     send_messages(runner, leg.op, messages, leg.others);
     free_messages(messages, leg.others);
-    passing_free(runner, cell->copy_dweights);
-    cell->copy_dweights = NULL;
+    passing_free(runner, &cell->copy_dweights);
 }
 
 static double dispatch_backward_receive(struct leg leg) {
@@ -397,8 +395,7 @@ static double dispatch_backward_receive(struct leg leg) {
         memcpy(dmiddle, cell->local_gradient, elements * sizeof *dmiddle);
     else
         memset(dmiddle, 0, elements * sizeof *dmiddle);
-    passing_free(runner, cell->local_gradient);
-    cell->local_gradient = NULL;
+    passing_free(runner, &cell->local_gradient);
     for (int j = 0; j < leg.others; j++) {
         const struct sent *sent = &cell->sent[j];
         const floatX *dweights = messages[j].head;
@@ -420,9 +417,7 @@ static void p2p_send(struct leg leg) {
                               .rows = backward ? above->gradient : stream_of(above),
                               .count = own_tokens(runner, leg.micro_batch)};
     send_messages(runner, leg.op, &message, 1);
-    floatX **sent = backward ? &above->gradient : &above->passing;
-    passing_free(runner, *sent);
-    *sent = NULL;
+    passing_free(runner, backward ? &above->gradient : &above->passing);
 }
 
 static double p2p_receive(struct leg leg) {
@@ -433,8 +428,7 @@ static double p2p_receive(struct leg leg) {
     double first = receive_heads(runner, leg.op, &message, 1);
     take_memory(runner, leg.op);
     if (runner->schedule->ops[leg.op].pass == PASS_BACKWARD)
-        message.rows = above->gradient =
-            passing_new(runner, (size_t)tokens * runner->hidden * sizeof(floatX));
+        message.rows = gradient_for(runner, above, tokens);
     else
         message.rows = stream_for(runner, above, tokens);
     receive_rows(runner, leg.op, &message, 1);
