@@ -75,8 +75,8 @@ $(BUILD)/%.o: %.c Makefile
 # Each check builds in a make of its own, started after set-up: what that installed is seen only then.
 PLAIN_RUNS    = $(patsubst %,plain:%,$(call programs,build) $(SCRIPTS))
 SANITIZE_RUNS = $(patsubst %,sanitize:%,$(call programs,build/sanitize) $(SCRIPTS))
-# Races need threads, which only a run over ranks has.
-THREADS_RUNS  = $(patsubst %,threads:%,$(filter %executor_mpi,$(call programs,build/threads)))
+# The programs that have threads.
+THREADS_RUNS  = $(patsubst %,threads:%,$(filter %test_base %test_layers %executor_mpi,$(call programs,build/threads)))
 VALGRIND_RUNS = $(patsubst %,valgrind:%,$(filter-out %_mpi,$(call programs,build/valgrind)))
 test: tests
 	@tests/run.sh $(PLAIN_RUNS)

@@ -1,6 +1,6 @@
 /*
-A rank's program and its memory pool, without ranks: whatever order the lanes really drift into, nothing waits
-in a circle and no group ever holds more than the planned timeline says.
+A rank's program, its memory pool and the comparison of gradients, without ranks: whatever order the lanes
+really drift into, nothing waits in a circle and no group ever holds more than the planned timeline says.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -11,6 +11,7 @@ in a circle and no group ever holds more than the planned timeline says.
 #include "sim/sim.h"
 #include "train/pool.h"
 #include "train/program.h"
+#include "train/verify.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -240,10 +241,28 @@ static void pool_holds_what_it_is_given(void **state) {
     pool_free(pool);
 }
 
+/* ---- comparing gradients ----------------------------------------------------------------------------- */
+
+/* A NaN is found wherever it stands, on either side, and is not forgotten for the numbers behind it. */
+static void differences_keep_nan(void **state) {
+    (void)state;
+    const floatX expected[] = {1, -4, 2};
+    for (int place = 0; place < 3; place++)
+        for (int side = 0; side < 2; side++) {
+            floatX a[] = {1, -4, 2}, b[] = {1, -4, 2};
+            (side ? a : b)[place] = (floatX)NAN;
+            assert_true(isnan(relative_difference(a, b, 3, 1e-3)));
+        }
+    assert_true(relative_difference(expected, expected, 3, 1e-3) == 0);
+    assert_true(relative_difference((floatX[]){1, -4, 3}, expected, 3, 1e-3) == 0.25);
+    assert_true(relative_difference((floatX[]){1, -4, 3}, expected, 3, 8) == 0.125);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(drifting_lanes_keep_the_plan),
         cmocka_unit_test(pool_holds_what_it_is_given),
+        cmocka_unit_test(differences_keep_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -337,6 +337,17 @@ if [ -c /dev/full ] && ! $sanitize; then
     err_has "standard output"
 fi
 
+# ---- the single process as a run of its own --------------------------------------------------------------------------
+
+expect 0 train $qwen3 --system disagmoe --steps 2 --reference --checkpoint "$work/beside" --trace "$work/beside.json" --json
+[ -d "$work/beside/step-00000002" ] || fail "the reference moved the checkpoints: $(ls "$work/beside")"
+json '
+found = steps(sys.argv[1])
+assert [r["system"] for r in found] == ["reference"] * 2 + ["disagmoe"] * 2, "order of runs"
+for a, b in zip(found[:2], found[2:]): assert abs(a["loss"] - b["loss"]) < 1e-5 * a["loss"], (a, b)' "$work/out"
+expect 2 train $qwen3 --reference --resume "$work/beside"
+err_has "--resume"
+
 # ---- parameters from elsewhere ---------------------------------------------------------------------------------------
 
 golden=tests/golden/qwen3-1

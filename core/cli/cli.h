@@ -1,6 +1,6 @@
 /*
 The command line: one file a verb, each filling a struct verb; what they share stands in options.c and
-table.c. Exit status: 0 done, 1 the run failed, 2 bad usage or bad manifest.
+report.c. Exit status: 0 done, 1 the run failed, 2 bad usage or bad manifest.
 */
 #ifndef CLI_H
 #define CLI_H

@@ -34,6 +34,7 @@ struct slot {
     int32_t pid;   /* 0: not there yet, or on another machine */
     int32_t ended; /* as it should, or by a signal that somebody sent to all */
     int64_t step;  /* −1: before the first */
+    uint64_t host; /* whose process it is: folders may be shared between machines */
 };
 
 struct board {
@@ -42,6 +43,15 @@ struct board {
     char *file;
     bool unlinked;
 };
+
+/* FNV-1a of this machine's name. */
+static uint64_t this_host(void) {
+    char name[256] = "";
+    uint64_t hash = 14695981039346656037u;
+    gethostname(name, sizeof name - 1);
+    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * 1099511628211u;
+    return hash;
+}
 
 static struct slot *map_board(int descriptor, size_t bytes) {
     void *map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
@@ -106,7 +116,8 @@ static bool is_gone(pid_t pid) {
 static int lost_rank(const struct board *board) {
     for (int rank = 0; rank < board->ranks; rank++) {
         pid_t pid = read_int(&board->slots[rank].pid);
-        if (pid && !read_int(&board->slots[rank].ended) && is_gone(pid)) return rank;
+        bool here = board->slots[rank].host == this_host();
+        if (pid && here && !read_int(&board->slots[rank].ended) && is_gone(pid)) return rank;
     }
     return -1;
 }
@@ -114,7 +125,8 @@ static int lost_rank(const struct board *board) {
 static void kill_ranks(const struct board *board) {
     for (int rank = 0; rank < board->ranks; rank++) {
         pid_t pid = read_int(&board->slots[rank].pid);
-        if (pid && kill(pid, 0) == 0 && is_ours(pid)) kill(pid, SIGKILL);
+        bool here = board->slots[rank].host == this_host();
+        if (pid && here && kill(pid, 0) == 0 && is_ours(pid)) kill(pid, SIGKILL);
     }
 }
 
@@ -157,7 +169,7 @@ static struct list command(struct arena *arena, const struct launch *launch) {
 static struct list environment(struct arena *arena, const struct launch *launch, const char *board) {
     char *const set[] = {arena_printf(arena, BOARD_VARIABLE "=%s", board),
                          arena_printf(arena, RUN_VARIABLE "=%d", launch->run),
-                         "OPENBLAS_NUM_THREADS=1", /* a rank's own threads cut products */
+                         "OPENBLAS_NUM_THREADS=1", /* a rank computes on one thread */
                          "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"};
     size_t used = geteuid() == 0 ? COUNT(set) : COUNT(set) - 2;
     struct list list = {0};
@@ -208,7 +220,11 @@ static bool start(const struct launch *launch, const struct board *board, struct
     close(out[1]);
     close(err[1]);
     close(failed[1]);
-    if (child->pid > 0 && read(failed[0], &reason, sizeof reason) > 0) waitpid(child->pid, NULL, 0);
+    ssize_t got = -1;
+    if (child->pid > 0) do
+            got = read(failed[0], &reason, sizeof reason);
+        while (got < 0 && errno == EINTR);
+    if (got > 0) waitpid(child->pid, NULL, 0);
     close(failed[0]);
     *child = (struct child){child->pid, out[0], err[0]};
     if (reason) {
@@ -533,7 +549,8 @@ void launch_join(int rank) {
     struct slot *found = find_slot(rank);
     self.alone.step = -1;
     self.slot = found ? found : &self.alone;
-    self.slot->pid = (int32_t)getpid();
+    self.slot->host = this_host();
+    __atomic_store_n(&self.slot->pid, (int32_t)getpid(), __ATOMIC_RELEASE);
     self.says = launch_run() < 0 && rank < 2;
     self.length =
         (size_t)snprintf(self.line, sizeof self.line, "disagmoe: train: rank %d: ended by signal ", rank);

@@ -88,6 +88,7 @@ static bool check_options(const struct train *train) {
     const char *wrong = NULL;
     if (train->resume && train->import_count) wrong = "--resume and --import exclude each other";
     if (train->every && !train->checkpoint) wrong = "--every needs --checkpoint";
+    if (train->reference && train->resume) wrong = "--reference begins at step 0; --resume excludes it";
     if (wrong) fprintf(stderr, "disagmoe: train: %s; see 'disagmoe train --help'\n", wrong);
     return !wrong;
 }
@@ -155,7 +156,8 @@ static struct runs list_runs(const struct train *train) {
                             ? arena_printf(train->arena, "%s-%d", run->system->name, i)
                             : run->system->name;
         }
-    runs.several = runs.count > 1;
+    /* The reference has no checkpoints and no trace to keep apart. */
+    runs.several = runs.count - (train->reference ? experiment->point_count : 0) > 1;
     return runs;
 }
 
@@ -624,7 +626,7 @@ static int work_as_rank(struct train *train, int argc, char **argv) {
 /* ---- the launcher ------------------------------------------------------------------------------------ */
 
 /* A model of real size is for the GPUs of a cluster: better to say so than to fill this machine's memory. */
-static bool fits_this_machine(const struct run *run, struct errors *errors) {
+static bool fits_this_machine(const struct train *train, const struct run *run, struct errors *errors) {
     if (run->system == &single_process) return true;
     struct result result;
     struct schedule *schedule;
@@ -634,6 +636,7 @@ static bool fits_this_machine(const struct run *run, struct errors *errors) {
     schedule_memory_peaks(schedule, &timeline, peaks);
     for (int g = 0; g < schedule->group_count; g++)
         needed += peaks[g] * schedule->groups[g].gpus * run->plan.replicas;
+    if (train->verify) needed += 2 * model_parameter_count(run->point->model).total * sizeof(floatX);
     double here = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     if (needed > here)
         errors_add(errors, NULL, "train",
@@ -672,7 +675,7 @@ static int work_as_launcher(struct train *train, int argc, char **argv, char **a
         struct runs runs = list_runs(train);
         status = plan_runs(train, &runs, &errors);
         for (int i = 0; i < runs.count && status == STATUS_DONE; i++)
-            if (!fits_this_machine(&runs.list[i], &errors)) status = STATUS_FAILED;
+            if (!fits_this_machine(train, &runs.list[i], &errors)) status = STATUS_FAILED;
         if (status == STATUS_DONE && !begin_lines(train, &errors)) status = STATUS_FAILED;
         if (status == STATUS_DONE) status = launch_all(train, &runs, arguments);
     }

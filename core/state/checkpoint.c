@@ -967,6 +967,7 @@ bool checkpoint_read(struct state *state, MPI_Comm comm, const char *path, struc
     MPI_Comm_size(comm, &reading.ranks);
     if (reading.rank == 0) choose(&reading, without_slashes(arena, path));
     reading.folder = root_text(comm, arena, reading.folder);
+    reading.parent = root_text(comm, arena, reading.parent);
     bool done = false;
     if (reading.folder) {
         enum verdict verdict = open_list(&reading);

@@ -27,13 +27,14 @@ struct progress_mark {
     uint64_t seed;
 };
 
-/* Collective over comm. False on every rank when any failed; each failing rank's errors name file, rank and
- * step. */
+/* folder: on a file system that all ranks see, of one run at a time, since every write removes what a killed
+   one left. Collective over comm. False on every rank when any failed; each failing rank's errors name file,
+   rank and step, the others' stay empty. */
 bool checkpoint_write(const struct state *state, MPI_Comm comm, const char *folder, struct progress_mark mark,
                       struct errors *errors);
 /* path: a checkpoint's folder, or one that holds checkpoints: then its latest. Collective; false on every
    rank when any failed. A damaged checkpoint's error names the file and the latest other checkpoint that is
-   sound. */
+   sound. State and mark change only when all is sound. */
 bool checkpoint_read(struct state *state, MPI_Comm comm, const char *path, struct progress_mark *mark,
                      struct errors *errors);
 

@@ -3,7 +3,7 @@ Reading off a schedule which rank holds what.
 */
 #include "state/ranks.h"
 
-#include <string.h>
+#include <limits.h>
 
 /* ---- groups ------------------------------------------------------------------------------------------ */
 
@@ -52,6 +52,19 @@ static bool check_groups(struct ranks *ranks, struct errors *errors) {
     return errors->count == before;
 }
 
+/* Tokens, copies and the heads that announce them are counted in int. */
+static bool check_sizes(const struct ranks *ranks, struct errors *errors) {
+    enum { MOST_COPY_BYTES = 64 };
+    const struct point *point = ranks->plan->point;
+    double copies = (double)ranks->attention_ranks * point->micro_batch_size * point->seq_len;
+    copies *= ranks->model->moe.top_k;
+    if (copies * MOST_COPY_BYTES <= INT_MAX) return true;
+    errors_add(errors, NULL, "seq_len",
+               "found %d with micro_batch_size %d: a micro-batch has %.0f copies; at most %d are allowed",
+               point->seq_len, point->micro_batch_size, copies, INT_MAX / MOST_COPY_BYTES);
+    return false;
+}
+
 bool ranks_read(struct ranks *ranks, const struct plan *plan, const struct schedule *schedule,
                 struct arena *arena, struct errors *errors) {
     *ranks = (struct ranks){.plan = plan, .model = plan->point->model, .schedule = schedule};
@@ -69,7 +82,7 @@ bool ranks_read(struct ranks *ranks, const struct plan *plan, const struct sched
     if (!check_groups(ranks, errors)) return false;
     ranks->attention_ranks = schedule->groups[ranks->embed].gpus;
     ranks->pipelined = ranks->attention[0] == ranks->ffn[0];
-    return true;
+    return check_sizes(ranks, errors);
 }
 
 struct seat seat_of(const struct ranks *ranks, int rank) {

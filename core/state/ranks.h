@@ -36,7 +36,9 @@ struct ranks {
     bool pipelined;      /* attention and feed-forward of a layer run on the same ranks */
 };
 
-/* Everything is in the arena. False when the schedule cannot be run by ranks: errors say why. */
+/* Everything is in the arena. False when the schedule cannot be run by ranks: it has no embedding or head, a
+   layer without attention or feed-forward part, attention groups of different sizes, only some layers on
+   separate groups, or micro-batches too large to count; errors say which. */
 bool ranks_read(struct ranks *ranks, const struct plan *plan, const struct schedule *schedule,
                 struct arena *arena, struct errors *errors);
 
@@ -51,7 +53,7 @@ int parameter_holders(const struct ranks *ranks, const struct parameter *paramet
 
 /* ---- tokens ------------------------------------------------------------------------------------------ */
 
-/* A run of tokens of one micro-batch on one rank of an attention group (or of the head's group). */
+/* The sequences of one micro-batch on one rank of an attention group. */
 struct batch_part {
     int64_t first_sequence; /* in the step's batch */
     int sequences;          /* fewer, or none, where the global batch does not fill the micro-batch */

@@ -76,8 +76,6 @@ static int add_half(const struct runner *runner, struct schedule *measured, stru
                                 it->micro_batch, group, span[1] - span[0]);
     measured->ops[half].lanes[0] = lane;
     measured->ops[half].bytes = it->bytes;
-    timeline->start = must_realloc(timeline->start, (size_t)measured->op_count * sizeof(double));
-    timeline->end = must_realloc(timeline->end, (size_t)measured->op_count * sizeof(double));
     timeline->start[half] = span[0];
     timeline->end[half] = span[1];
     return half;
@@ -87,22 +85,28 @@ static void add_measurements(const struct runner *runner, struct schedule *measu
                              struct timeline *timeline, int rank, const double *values) {
     const struct schedule *schedule = runner->schedule;
     int group = seat_of(&runner->ranks, rank).group;
-    int *halves =
-        must_alloc((size_t)schedule->op_count * sizeof *halves + 1); /* the last one of each operation */
+    /* Memory is taken by the receiving half of an operation and freed by the half that ends last. */
+    size_t bytes = (size_t)schedule->op_count * sizeof(int) + 1;
+    int *takes = must_alloc(bytes), *frees = must_alloc(bytes);
+    for (int op = 0; op < schedule->op_count; op++) frees[op] = -1;
     for (int resource = 0; resource < RESOURCE_COUNT; resource++) {
         const struct lane *lane = group_lane(runner, group, resource);
-        for (int i = 0; i < lane->count; i++, values += 2)
-            halves[lane->ops[i]] = add_half(runner, measured, timeline, lane->ops[i],
-                                            lane_of(rank, (enum resource)resource), values);
+        for (int i = 0; i < lane->count; i++, values += 2) {
+            int op = lane->ops[i], half = add_half(runner, measured, timeline, op,
+                                                   lane_of(rank, (enum resource)resource), values);
+            takes[op] = half;
+            if (frees[op] < 0 || timeline->end[frees[op]] < timeline->end[half]) frees[op] = half;
+        }
     }
     for (int a = 0; a < schedule->activation_count; a++) {
         const struct activation *it = &schedule->activations[a];
         if (it->group != group) continue;
-        int kept = schedule_keep(measured, rank, halves[it->producer], values[a]);
+        int kept = schedule_keep(measured, rank, takes[it->producer], values[a]);
         schedule_role(measured, (enum role)it->role, it->layer, it->micro_batch);
-        schedule_release(measured, kept, halves[it->freed_by]);
+        schedule_release(measured, kept, frees[it->freed_by]);
     }
-    free(halves);
+    free(takes);
+    free(frees);
 }
 
 /* Times from the first operation's start on. */
@@ -127,6 +131,11 @@ struct schedule *measured_schedule(const struct runner *runner, struct timeline 
     }
     struct schedule *measured =
         schedule_new(ranks->count, runner->model->layers, runner->schedule->micro_batches);
+    size_t halves = 1;
+    for (int rank = 0; rank < ranks->count; rank++)
+        halves += (size_t)measurement_count(runner, seat_of(ranks, rank).group) / 2;
+    timeline->start = must_alloc(halves * sizeof(double));
+    timeline->end = must_alloc(halves * sizeof(double));
     for (int rank = 0; rank < ranks->count; rank++) {
         int count = measurement_count(runner, seat_of(ranks, rank).group);
         double *values = rank == 0 ? own : must_alloc((size_t)count * sizeof *values + 1);

@@ -33,7 +33,7 @@ struct program {
 /* planned: the timeline whose order of freeing and taking memory is kept. */
 struct program program_new(struct arena *arena, const struct schedule *schedule,
                            const struct timeline *planned, int group);
-/* Which of the group's lanes an operation holds, by resource. */
+/* Whether an operation holds this lane of a group; any of the group's. */
 bool holds_lane(const struct schedule *schedule, int op, int group, enum resource resource);
 bool holds_group(const struct schedule *schedule, int op, int group);
 

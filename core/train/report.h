@@ -26,8 +26,9 @@ struct verification {
 
 /* Bytes of one rank. */
 struct memory_report {
-    double predicted, predicted_static; /* of the simulated timeline, for the rank's group; static:
-                                           parameters, gradients and optimizer state */
+    double predicted, predicted_static; /* of the simulated timeline, with this rank's share of experts and
+                                           copies by the plan's routing; static: parameters, gradients and
+                                           optimizer state */
     double as_run; /* peak of the schedule's bytes for what was held at one time: transfers that come later
                       than simulated overlap less, so it may be below predicted, never above */
     double used, used_static; /* what the rank really held: its peak, and the static part */

@@ -4,7 +4,7 @@ What a rank's lanes share: its part of the run, and the state of the step under 
 Inside of core/train, where calls run one way, from later lines to earlier ones:
 
     waiting, data, pool, program    messages; tokens; activations' memory; what a lane does in which order
-    cell, runner, report          these structures
+    cell, runner, report            these structures
     sizes, cell_memory              what a cell's activations weigh; taking and freeing them
     operations, transfers, verify   what the lanes run; the reference beside them
     step_end, measured              reduction and update; what a step really was
@@ -64,12 +64,12 @@ struct runner {
     bool *half_done;              /* (operations) one of the two threads that run it has ended */
     struct passing *passing;      /* hand-over buffers and bookkeeping of the step */
     size_t passing_bytes, passing_peak;
-    double expected_now,
-        as_run_peak; /* of activations held now; the most of them at one time, of all steps */
+    /* Bytes of activations, by the schedule: held now, and the most held at one time, of all steps. */
+    double expected_now, as_run_peak;
 
     struct pool *pool;
     const struct activation *expected;     /* the schedule's, with this rank's bytes */
-    double expected_static, expected_peak; /* expected_peak: of activations, on the simulated timeline */
+    double expected_static, expected_peak; /* peak: of activations, on the simulated timeline */
 
     /* measured */
     double began;

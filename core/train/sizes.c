@@ -107,7 +107,7 @@ static double missing_parameters(const struct ranks *ranks, struct seat seat) {
     return layers * ((experts + here - 1) / here - own) * model_expert_parameters(ranks->model);
 }
 
-void expect_memory(struct runner *runner, const struct timeline *planned, struct arena *arena) {
+void fill_expected(struct runner *runner, const struct timeline *planned, struct arena *arena) {
     const struct schedule *schedule = runner->schedule;
     int group = runner->seat.group;
     struct shard missing = {missing_parameters(&runner->ranks, runner->seat), NULL, runner->plan->replicas};

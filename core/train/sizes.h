@@ -13,11 +13,10 @@ enum recompute kept_level(const struct runner *runner);
    tokens come behind them. */
 size_t received_kept_bytes(const struct runner *runner, int layer, const struct cell *cell);
 size_t received_restored_bytes(const struct runner *runner, int layer, const struct cell *cell);
-/* Bytes of an activation on this rank. */
+/* Bytes of an activation on this rank; of the feed-forward side, once the copies have been announced. */
 size_t activation_bytes(const struct runner *runner, const struct activation *activation);
 
-/* Fills what this rank should hold: the schedule counts a group's fullest GPU. planned: the simulated
- * timeline. */
-void expect_memory(struct runner *runner, const struct timeline *planned, struct arena *arena);
+/* Fills expected, expected_static and expected_peak. planned: the simulated timeline. */
+void fill_expected(struct runner *runner, const struct timeline *planned, struct arena *arena);
 
 #endif

@@ -19,14 +19,16 @@ no rank ever holds more activations than the simulated timeline says.
 
 struct trainer;
 
-/* plan, schedule (arranged), planned (its timeline) and data must outlive it. comm has at least ranks->count
+/* plan, schedule (arranged), planned (its timeline) and data must outlive it. comm has exactly ranks->count
    ranks and only those of them call. NULL on every rank when any failed. */
 struct trainer *trainer_new(const struct plan *plan, const struct schedule *schedule,
                             const struct timeline *planned, const struct data *data, uint64_t seed,
                             MPI_Comm comm, struct errors *errors);
-void trainer_free(struct trainer *trainer);
+void trainer_free(struct trainer *trainer); /* collective; NULL is allowed */
 
 struct state *trainer_state(struct trainer *trainer); /* for checkpoints and import */
+/* Steps done, and the seed. The mark goes on behind a step that was not finite, too: it must not be saved
+ * then. */
 struct progress_mark trainer_mark(const struct trainer *trainer);
 void trainer_resume(struct trainer *trainer, struct progress_mark mark);
 
@@ -34,11 +36,13 @@ void trainer_resume(struct trainer *trainer, struct progress_mark mark);
 struct step_report trainer_step(struct trainer *trainer);
 
 /* Beside each following step the single-process reference runs on rank 0, with the parameters the run has.
-   Batches whose top-k margin is below the precision are drawn again from the next seed. */
+   Batches whose top-k margin is below the precision are drawn again from the next seed. Called on all ranks;
+   rank 0 then holds a whole model and its gradient twice. */
 void trainer_verify(struct trainer *trainer);
-struct verification trainer_verification(const struct trainer *trainer); /* of rank 0, on all ranks */
+/* Of rank 0, on all ranks. Collective. */
+struct verification trainer_verification(const struct trainer *trainer);
 
-/* reports: (ranks), filled on every rank. Peaks are of all steps so far. */
+/* reports: (ranks), filled on every rank. Peaks are of all steps so far. Collective. */
 void trainer_memory(struct trainer *trainer, struct memory_report *reports);
 int trainer_ranks(const struct trainer *trainer);
 

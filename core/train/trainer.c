@@ -30,6 +30,22 @@ static size_t expert_count(const struct runner *runner) {
     return (size_t)runner->model->layers * (size_t)runner->model->moe.experts;
 }
 
+/* Lanes are threads that all communicate, and an operation's number is its messages' tag. */
+static bool check_mpi(const struct ranks *ranks, MPI_Comm comm, struct errors *errors) {
+    int provided, size, found, *most, before = errors->count;
+    MPI_Query_thread(&provided);
+    MPI_Comm_size(comm, &size);
+    MPI_Comm_get_attr(comm, MPI_TAG_UB, &most, &found);
+    if (provided < MPI_THREAD_MULTIPLE)
+        errors_add(errors, NULL, "train", "this MPI library has no MPI_THREAD_MULTIPLE, which lanes need");
+    if (size != ranks->count)
+        errors_add(errors, NULL, "train", "found %d ranks; the plan has %d GPUs", size, ranks->count);
+    if (found && ranks->schedule->op_count > *most)
+        errors_add(errors, NULL, "train", "found %d operations; this MPI library has tags up to %d",
+                   ranks->schedule->op_count, *most);
+    return errors->count == before;
+}
+
 static void make_communicators(struct runner *runner, MPI_Comm comm) {
     MPI_Comm_dup(comm, &runner->comm);
     MPI_Comm_dup(comm, &runner->forward);
@@ -53,7 +69,7 @@ static void make_step_memory(struct runner *runner, const struct timeline *plann
     runner->contexts[RESOURCE_COMPUTE].workers = workers_new(1);
     pthread_mutex_init(&runner->mutex, NULL);
     pthread_cond_init(&runner->changed, NULL);
-    expect_memory(runner, planned, arena);
+    fill_expected(runner, planned, arena);
     /* A little more for each buffer's header. */
     runner->pool = pool_new((size_t)(runner->expected_peak * 1.05) + (1 << 16));
 }
@@ -76,7 +92,8 @@ struct trainer *trainer_new(const struct plan *plan, const struct schedule *sche
                               .data = data,
                               .seq_len = point->seq_len,
                               .hidden = model->hidden};
-    if (!ranks_read(&runner->ranks, plan, schedule, arena, errors)) {
+    if (!ranks_read(&runner->ranks, plan, schedule, arena, errors) ||
+        !check_mpi(&runner->ranks, comm, errors)) {
         arena_free(arena);
         return NULL;
     }
@@ -185,7 +202,7 @@ void trainer_memory(struct trainer *trainer, struct memory_report *reports) {
         .as_run = runner->expected_static + runner->as_run_peak,
         .predicted_static = runner->expected_static,
         .used_static = (double)(state->value_bytes + state->gradient_bytes + state->moment_bytes),
-        .workspace = (double)runner->passing_peak,
+        .workspace = (double)(runner->passing_peak + state->workspace_bytes),
         .host = (double)state->host_bytes,
     };
     own.used = own.used_static + (double)pool_use(runner->pool).peak;

@@ -88,15 +88,23 @@ static void see_other_lanes(struct runner *runner) {
     pthread_mutex_unlock(&runner->mutex);
 }
 
+static void wait_for_any(MPI_Comm comm, int tag, const struct message *messages, int count) {
+    for (int round = 0;; wait_a_little(&round))
+        for (int i = 0, found = 0; i < count; i++) {
+            MPI_Iprobe(messages[i].rank, tag, comm, &found, MPI_STATUS_IGNORE);
+            if (found) return;
+        }
+}
+
 /* Fills head and head_bytes of each message, in memory the caller frees. Returns when the first came. */
 static double receive_heads(struct runner *runner, int op, struct message *messages, int count) {
     MPI_Comm comm = comm_of(runner, op);
-    double first = 0;
+    wait_for_any(comm, op, messages, count);
+    double first = seconds_now();
     for (int i = 0; i < count; i++) {
         MPI_Status status;
         int bytes;
         MPI_Message message = wait_for_message(comm, messages[i].rank, op, &status);
-        if (i == 0) first = seconds_now();
         MPI_Get_count(&status, MPI_BYTE, &bytes);
         messages[i].head = must_alloc((size_t)bytes + 1);
         messages[i].head_bytes = (size_t)bytes;

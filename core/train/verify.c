@@ -78,19 +78,22 @@ uint64_t verify_batch(struct verifier *verifier, const struct runner *runner, ui
     return seed;
 }
 
+/* Of two differences the one that counts: a NaN stays, whatever comes behind it. */
+static double larger_or_nan(double a, double b) {
+    return isnan(a) || a >= b ? a : b;
+}
+
 static double largest_of(const floatX *values, size_t count) {
     double most = 0;
-    for (size_t i = 0; i < count; i++) most = fmax(most, fabs((double)values[i]));
+    for (size_t i = 0; i < count; i++) most = larger_or_nan(most, fabs((double)values[i]));
     return most;
 }
 
-static double largest_difference(const floatX *a, const floatX *b, size_t count) {
-    double most = 0;
-    for (size_t i = 0; i < count; i++) {
-        double difference = fabs((double)a[i] - (double)b[i]);
-        if (!(difference <= most)) most = difference; /* NaN counts */
-    }
-    return most;
+double relative_difference(const floatX *found, const floatX *expected, size_t count, double floor) {
+    double most = 0, scale = largest_of(expected, count);
+    for (size_t i = 0; i < count; i++)
+        most = larger_or_nan(most, fabs((double)found[i] - (double)expected[i]));
+    return most / (isnan(scale) ? scale : fmax(scale, floor));
 }
 
 /* The loss and each of its parts: an auxiliary loss may be a small part of the whole. */
@@ -103,7 +106,7 @@ static void compare_losses(struct verifier *verifier, const struct step_losses *
     for (size_t i = 0; i < COUNT(pairs); i++) {
         double off = fabs(pairs[i][0] - pairs[i][1]);
         if (pairs[i][1] != 0) off /= fabs(pairs[i][1]);
-        if (!(off <= verifier->worst.loss_rel)) verifier->worst.loss_rel = off;
+        verifier->worst.loss_rel = larger_or_nan(verifier->worst.loss_rel, off);
     }
 }
 
@@ -113,10 +116,10 @@ static void compare_gradients(struct verifier *verifier, const floatX *found) {
     double floor = FLOOR * largest_of(reference->gradients, reference->parameters.total);
     for (int i = 0; i < reference->parameters.count; i++) {
         const struct parameter *p = &reference->parameters.list[i];
-        const floatX *expected_gradient = reference->gradients + p->offset;
-        double off = largest_difference(found + p->offset, expected_gradient, p->count);
-        double relative = off / fmax(largest_of(expected_gradient, p->count), floor);
-        if (relative <= worst->grad_rel && worst->worst_parameter[0]) continue;
+        double relative =
+            relative_difference(found + p->offset, reference->gradients + p->offset, p->count, floor);
+        bool worse = larger_or_nan(worst->grad_rel, relative) != worst->grad_rel && !isnan(worst->grad_rel);
+        if (!worse && worst->worst_parameter[0]) continue;
         worst->grad_rel = relative;
         snprintf(worst->worst_parameter, sizeof worst->worst_parameter, "%s", p->name);
     }

@@ -14,6 +14,8 @@ void verifier_free(struct verifier *verifier); /* NULL is allowed */
 uint64_t verify_batch(struct verifier *verifier, const struct runner *runner, uint64_t seed);
 /* Compares the step's losses and reduced gradients with the reference's. Collective. */
 void verify_step(struct verifier *verifier, const struct runner *runner, const struct step_losses *losses);
+/* max|found − expected| ÷ max(max|expected|, floor); NaN where either holds one. */
+double relative_difference(const floatX *found, const floatX *expected, size_t count, double floor);
 /* On rank 0; zeros on the others. */
 struct verification verifier_found(const struct verifier *verifier);
 

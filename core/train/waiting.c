@@ -8,8 +8,7 @@ Naps that grow while nothing comes.
 
 enum { YIELDS = 50, FIRST_NAP_NS = 20000, LONGEST_NAP_NS = 200000 };
 
-/* Other ranks share the processor: yield for a while, then sleep in growing naps. */
-static void wait_a_little(int *round) {
+void wait_a_little(int *round) {
     if (++*round <= YIELDS) {
         sched_yield();
         return;
