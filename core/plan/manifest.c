@@ -110,7 +110,8 @@ static void read_memory(struct json value, struct point *point) {
     read_given(value, fields, COUNT(fields), &raw);
     for (size_t i = 0; i < COUNT(fields); i++)
         if (is_given(value, fields[i].key)) point->memory_given |= 1 << i; /* in the order of memory_key */
-    if (raw.recompute.node) read_recompute(raw.recompute, &raw.memory.recompute);
+    /* From the manifest itself: what read_given read of it is gone. */
+    if (raw.recompute.node) read_recompute(json_member(value, "recompute"), &raw.memory.recompute);
     point->memory = raw.memory;
 }
 
