@@ -705,7 +705,7 @@ static void assert_as_said(const struct model *m, const cJSON *config) {
     double heads = said(config, "num_attention_heads", 0), hidden = said(config, "hidden_size", 0);
     double inner = said(config, "intermediate_size", 0), experts = said(config, "n_routed_experts", 0);
     double aux = said(config, "router_aux_loss_coef", 0);
-    bool deepseek = m->moe.dense_layers;
+    bool deepseek = said(config, "n_routed_experts", 0) > 0;
     if (!experts) experts = said(config, "num_local_experts", said(config, "num_experts", 0));
     if (deepseek) aux = said(config, "aux_loss_alpha", 0) * (m->layers - m->moe.dense_layers) / m->moe.top_k;
     assert_true(m->layers == said(config, "num_hidden_layers", 0) && m->hidden == hidden);
@@ -721,7 +721,7 @@ static void assert_as_said(const struct model *m, const cJSON *config) {
     assert_true(m->moe.expert_hidden == said(config, "moe_intermediate_size", inner));
     assert_true(m->moe.shared_experts == said(config, "n_shared_experts", 0));
     assert_true(m->moe.dense_layers == said(config, "first_k_dense_replace", 0));
-    assert_true(m->moe.dense_hidden == (deepseek ? inner : 0));
+    assert_true(m->moe.dense_hidden == (m->moe.dense_layers ? inner : 0));
     assert_true(m->moe.renormalise == said(config, "norm_topk_prob", m->moe.renormalise));
     assert_true(m->moe.aux_loss == aux);
 }
@@ -731,11 +731,13 @@ static void assert_as_said(const struct model *m, const cJSON *config) {
 static void saved_configurations(void **state) {
     struct bench *bench = *state;
     static const char *const names[] = {
-        "mixtral-default",        "mixtral-8x7b",         "mixtral-8x22b",        "mixtral-changed",
-        "gpt_oss-default",        "gpt_oss-20b",          "gpt_oss-changed",      "qwen3_moe-default",
-        "qwen3_moe-30b",          "qwen3_moe-235b",       "qwen3_moe-changed",    "deepseek-16b",
-        "deepseek-changed",       "mixtral-4.57-changed", "gpt_oss-4.57-default", "gpt_oss-4.57-changed",
-        "qwen3_moe-4.57-changed", "qwen3_moe-4.57-235b"};
+        "mixtral-default",      "mixtral-8x7b",         "mixtral-8x22b",
+        "mixtral-changed",      "gpt_oss-default",      "gpt_oss-20b",
+        "gpt_oss-changed",      "qwen3_moe-default",    "qwen3_moe-30b",
+        "qwen3_moe-235b",       "qwen3_moe-changed",    "deepseek-default",
+        "deepseek-16b",         "deepseek-changed",     "mixtral-4.57-changed",
+        "gpt_oss-4.57-default", "gpt_oss-4.57-changed", "qwen3_moe-4.57-changed",
+        "qwen3_moe-4.57-235b"};
     static const char *const kinds[] = {"full", "saved", "short"};
     for (size_t i = 0; i < COUNT(names); i++) {
         char *whole = NULL;
