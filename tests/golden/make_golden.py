@@ -229,6 +229,7 @@ def margin(logits, top_k):
 def write(folder, config, family, model, expected, stored):
     path = HERE / folder
     path.mkdir(exist_ok=True)
+    save_file({n: t.detach().double().contiguous() for n, t in expected.items()}, path / "expected.safetensors")
     if folder in SAVED:
         model.to(STORED[stored]).save_pretrained(path, max_shard_size=SHARD)
         (path / "generation_config.json").unlink()
@@ -236,7 +237,6 @@ def write(folder, config, family, model, expected, stored):
         (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         save_file({n: t.detach().to(STORED[stored]).contiguous() for n, t in stored_weights(model, family)},
                   path / "model.safetensors", {"format": "pt"})
-    save_file({n: t.detach().double().contiguous() for n, t in expected.items()}, path / "expected.safetensors")
 
 
 def case(family, number, stored):
