@@ -258,10 +258,10 @@ json 'm = json.load(open(sys.argv[1])); assert (m["layers"], m["hidden"], m["moe
 expect 0 check "${one[@]}" --set "model=$work/mixtral.json" --set model.layers=2
 # Its own input by any name: nothing is written.
 mkdir "$work/beside"
-ln "$work/config.json" "$work/hard.json"
+ln "$work/config.json" "$work/beside/hard.json"
 ln -s ../config.json "$work/beside/soft.json"
 cp "$work/config.json" "$work/before.json"
-for same in "$work/config.json" "$work/./beside/../config.json" "$work/hard.json" "$work/beside/soft.json"; do
+for same in "$work/config.json" "$work/./beside/../config.json" "$work/beside/hard.json" "$work/beside/soft.json"; do
     expect 2 import "$work/config.json" --output "$same"
     err_named
     err_has "--output: found $same, the file that is read"
