@@ -470,18 +470,14 @@ static int layouts(const struct point *point, struct parallel *found, int capaci
     const struct parallel *given = &point->parallel;
     int gpus = cluster_gpus(point->cluster), experts = point->model->moe.experts;
     if (is_whole(given)) {
-        struct parallel whole = *given;
-        whole.cp = at_least_one(given->cp);
-        if (capacity) found[0] = whole;
+        if (capacity)
+            found[0] = (struct parallel){given->pp, given->vpp, given->ep, .cp = at_least_one(given->cp)};
         return 1;
     }
     for (int ep = 1; ep <= gpus && ep <= experts; ep++) {
         if (!is_open_to(given->ep, ep) || (!given->ep && gpus % ep && experts % ep)) continue;
         for (int pp = 1; pp * ep <= gpus && pp <= point->model->layers; pp++) {
-            struct parallel one = *given;
-            one.pp = pp;
-            one.ep = ep;
-            if (is_open_to(given->pp, pp)) add_chunks(&list, one);
+            if (is_open_to(given->pp, pp)) add_chunks(&list, (struct parallel){.pp = pp, .ep = ep});
         }
     }
     return list.count;
@@ -536,7 +532,7 @@ static struct bound bound(const struct plan *plan) {
             if (c + layout->pp >= layout->chunks) bytes += backward_bytes(layout, last);
         }
         double seconds = before + busy * plan->micro_batches;
-        bound.seconds = fmax(bound.seconds, seconds);
+        bound.seconds = bound.busy = fmax(bound.seconds, seconds);
         bound.bytes = fmax(bound.bytes, bytes);
         before += first;
     }

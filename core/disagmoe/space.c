@@ -12,6 +12,20 @@ static int replica_gpus(const struct parallel *parallel) {
     return parallel->groups * (parallel->attn_gpus + parallel->ffn_gpus);
 }
 
+static int at_least_one(int value) {
+    return value ? value : 1;
+}
+
+/* The keys of a ring; those of pipelined systems are ignored. */
+static struct parallel own_keys(const struct parallel *given) {
+    return (struct parallel){.groups = given->groups,
+                             .attn_gpus = given->attn_gpus,
+                             .ffn_gpus = given->ffn_gpus,
+                             .attn_nics = given->attn_nics,
+                             .ffn_nics = given->ffn_nics,
+                             .cp = at_least_one(given->cp)};
+}
+
 static bool is_whole(const struct parallel *given) {
     return given->groups && given->attn_gpus && given->ffn_gpus;
 }
@@ -29,10 +43,6 @@ static void check_gpus(const struct plan *plan, struct errors *errors) {
                                                  : "parallel.groups",
                "found %d groups of %d + %d GPUs; at most the cluster's %d GPUs are allowed", parallel->groups,
                parallel->attn_gpus, parallel->ffn_gpus, gpus);
-}
-
-static int at_least_one(int value) {
-    return value ? value : 1;
 }
 
 static bool size(struct plan *plan, struct errors *errors) {
@@ -95,10 +105,9 @@ static void add_split(struct list *list, struct parallel one) {
 static void add_rings(struct list *list, int p, int total) {
     const struct parallel *given = &list->point->parallel;
     for (int m = 1; m < total; m++) {
-        struct parallel one = *given;
-        one.groups = p;
-        one.attn_gpus = m;
-        one.ffn_gpus = total - m;
+        struct parallel one = {.groups = p, .attn_gpus = m, .ffn_gpus = total - m};
+        one.attn_nics = given->attn_nics;
+        one.ffn_nics = given->ffn_nics;
         if (is_open_to(given->attn_gpus, m) && is_open_to(given->ffn_gpus, total - m) &&
             one.ffn_gpus <= list->point->model->moe.experts)
             add_split(list, one);
@@ -112,9 +121,7 @@ static int layouts(const struct point *point, struct parallel *found, int capaci
     const struct parallel *given = &point->parallel;
     int gpus = cluster_gpus(point->cluster), layers = point->model->layers;
     if (is_whole(given)) {
-        struct parallel whole = *given;
-        whole.cp = at_least_one(given->cp);
-        if (capacity) found[0] = whole;
+        if (capacity) found[0] = own_keys(given);
         return 1;
     }
     for (int p = 1; p <= gpus / 2 && p <= layers; p++) {
@@ -271,7 +278,7 @@ static double busiest_lane(struct load load) {
 static struct bound bound(const struct plan *plan) {
     struct ring *ring = ring_new(plan);
     struct trip trip = trip_of(ring);
-    struct bound bound = {.seconds = trip.whole};
+    struct bound bound = {.busy = trip.whole};
     int last = ring->layers - 1;
     for (int g = 0; g < ring->p; g++) {
         struct load load = {0};
@@ -290,7 +297,8 @@ static struct bound bound(const struct plan *plan) {
            combine of the layer before, in both directions, is the group's own. */
         double way = trip.due[g] + trip.whole - trip.attention_back[g];
         if (g > 0) way -= ring->cost[g - 1].combine.seconds;
-        bound.seconds = fmax(bound.seconds, way + busiest_lane(load) * plan->micro_batches);
+        bound.busy = fmax(bound.busy, way + busiest_lane(load) * plan->micro_batches);
+        bound.seconds = fmax(bound.seconds, bound.busy);
         bound.seconds = fmax(bound.seconds, memory_seconds(ring, a, a_static));
         bound.seconds = fmax(bound.seconds, memory_seconds(ring, f, f_static));
         bound.bytes = fmax(bound.bytes, fmax(a_static + a.bytes, f_static + f.bytes));
@@ -326,7 +334,7 @@ static struct bound outline(const struct plan *plan) {
     }
     free(gpus);
     double busiest = fmax(attention, ffn) / parallel->groups; /* the busiest group is no less busy */
-    return (struct bound){.seconds = busiest * plan->micro_batches};
+    return (struct bound){.seconds = busiest * plan->micro_batches, .busy = busiest * plan->micro_batches};
 }
 
 static int needs(const struct plan *plan, struct need *needs) {

@@ -303,6 +303,7 @@ enum executor { EXECUTOR_SIMULATOR = 1, EXECUTOR_CPU = 2, EXECUTOR_CUDA = 4, EXE
  */
 struct bound {
     double seconds; /* no step is shorter, whatever moments, zero and offload: the step's end is left out */
+    double busy;    /* the same by what its lanes have to do, whatever the memory */
     double bytes;   /* no GPU of the busiest group holds less: static bytes and what any order must keep */
 };
 

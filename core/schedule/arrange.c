@@ -68,7 +68,7 @@ struct arranger {
     int *lane_done;       /* operations started on each lane */
     struct event *events; /* heap of running operations by end */
     int event_count;
-    int started;
+    int started, ended;
 };
 
 static bool same_lanes(const struct queue *queue, const struct operation *op) {
@@ -259,6 +259,7 @@ static void prepare(struct arranger *a) {
     size_t ops = (size_t)schedule->op_count, lanes = (size_t)schedule->lane_count;
     timeline_reset(a->timeline, schedule->op_count);
     schedule->sequence = must_realloc(schedule->sequence, (ops ? ops : 1) * sizeof(int));
+    schedule->ended = must_realloc(schedule->ended, (ops ? ops : 1) * sizeof(int));
     a->queue_of = must_alloc((ops ? ops : 1) * sizeof(int));
     a->waiting = must_alloc((ops ? ops : 1) * sizeof(int));
     a->lane_queues = must_alloc(lanes * sizeof *a->lane_queues);
@@ -299,6 +300,7 @@ static double finish_next(struct arranger *a, bool *touched) {
     while (a->event_count && a->events[0].time == now) {
         int id = event_pop(a).op;
         const struct operation *op = &a->schedule->ops[id];
+        a->schedule->ended[a->ended++] = id;
         for (int i = 0; i < op->lane_count; i++) {
             a->lane_busy[op->lanes[i]] = false;
             touched[op->lanes[i]] = true;
@@ -326,7 +328,8 @@ static bool order_is_whole(const struct schedule *schedule) {
 static void forget_order(struct arranger *a) {
     struct schedule *schedule = a->schedule;
     free(schedule->sequence);
-    schedule->sequence = NULL;
+    free(schedule->ended);
+    schedule->sequence = schedule->ended = NULL;
     for (int lane = 0; lane < schedule->lane_count; lane++)
         if (!schedule->lanes[lane].given) schedule->lanes[lane].count = a->lane_done[lane];
 }

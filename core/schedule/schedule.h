@@ -111,6 +111,7 @@ struct schedule {
     struct lane *lanes; /* 3 × group_count */
     int lane_count;
     int *sequence; /* all operations in an order in which they may be executed, once arranged */
+    int *ended;    /* in the order in which the list-scheduler saw them end; NULL before */
     int layers, micro_batches;
     struct arena *arena;
 };

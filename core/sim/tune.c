@@ -31,7 +31,7 @@ everywhere.
 struct space {
     const struct system *system;
     const struct point *point;
-    bool fits; /* whatever is searched must fit the memory */
+    bool searches_memory; /* whatever is searched must fit; what is given runs as given */
     bool placement_open, order_open, wave_open, waves_open, prefer_open;
     bool layers_open;                 /* of recomputation */
     struct memory states[MAX_STATES]; /* gradients, moments, ZeRO, offload: the least intrusive first */
@@ -83,7 +83,7 @@ static struct space space_of(const struct system *system, const struct point *po
     if (point->table) open = 0; /* memory is not enforced then */
     space.placement_open =
         system->uses_placement && !point->placement_given && (point->auto_placement || !whole);
-    space.fits = !point->table && (!whole || open || space.placement_open);
+    space.searches_memory = !whole || open || space.placement_open;
     space.wave_open = system->searches_order && !point->order.wave;
     space.waves_open = system->searches_order && !point->order.waves_in_flight;
     space.prefer_open = system->searches_order && point->order.prefer == PREFER_OPEN;
@@ -105,38 +105,100 @@ static struct memory leanest(const struct space *space, struct memory levers) {
 
 /* ---- the search's state ------------------------------------------------------------------------------ */
 
+/* A layout and a placement; and the best plan that was found for it. */
 struct shape {
     struct plan plan;
-    double bound;   /* seconds per sequence */
-    bool settled;   /* the bound is of the placed shape */
-    double seconds; /* per sequence, the best found */
+    double bound; /* seconds per sequence */
+    bool settled; /* the bound is of the placed shape */
     struct plan best;
+    double estimate; /* seconds per sequence of the best plan, by a step cut short */
 };
 
 struct tuner {
     struct space space;
     struct shape *queue; /* heap by bound */
     int queue_count, queue_capacity;
-    struct shape *tried;
-    int tried_count, tried_capacity;
-    struct need *needs; /* room for a plan's groups */
-    double *activations;
+    struct shape *explored;
+    int explored_count, explored_capacity;
+    struct need *needs;  /* room for a plan's groups */
+    double *activations; /* of the last evaluation, each group's peak without static bytes */
+    double estimate;     /* the least of all shapes */
     struct plan best_plan;
-    double best; /* seconds per sequence */
+    double best; /* seconds per sequence, of the whole step */
     bool found;
-    int64_t simulated;
+    int64_t evaluated; /* operations */
+    int evaluations;
 };
 
 static double per_sequence(const struct plan *plan, double seconds) {
     return seconds / plan->sequences;
 }
 
-/* ---- trying one plan --------------------------------------------------------------------------------- */
+/* ---- evaluating one plan ----------------------------------------------------------------------------- */
 
-/* The state that ends the step soonest among those that fit beside each group's activations (NULL: all fit);
-   false when none does. The least intrusive of equals. */
-static bool choose_state(const struct tuner *tuner, const struct plan *plan, const double *activations,
-                         struct memory *chosen) {
+static int by_double(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Seconds from one micro-batch's end to the next one's, in the middle of a step. period: micro-batches after
+   which the order repeats itself. */
+static double pace_of(const struct schedule *schedule, const struct timeline *timeline, int period) {
+    int count = 0, micro_batches = schedule->micro_batches;
+    double *ends = must_alloc((size_t)micro_batches * sizeof *ends);
+    for (int i = 0; i < schedule->op_count; i++)
+        if (schedule->ops[i].kind == KIND_EMBED && schedule->ops[i].pass == PASS_BACKWARD)
+            ends[count++] = timeline->end[i];
+    qsort(ends, (size_t)count, sizeof *ends, by_double);
+    int first = count / 3, steps = count / 3 / period * period;
+    if (steps == 0) steps = count - 1 - first;
+    double pace = (ends[first + steps] - ends[first]) / steps;
+    free(ends);
+    return pace;
+}
+
+/* Micro-batches after which a system's order repeats itself. */
+static int period_of(const struct plan *plan) {
+    return plan->order.wave ? plan->order.wave : plan->parallel.pp ? plan->parallel.pp : 1;
+}
+
+/* Enough micro-batches to fill the pipeline and see its pace; all, where that saves little. */
+static int cut_short(const struct plan *plan) {
+    int period = period_of(plan);
+    int under_way = plan->order.wave ? plan->order.wave * plan->order.waves_in_flight : 2 * plan->parallel.pp;
+    int enough = 3 * (under_way > 6 ? under_way : 6);
+    enough = (enough + period - 1) / period * period;
+    return enough * 4 / 3 < plan->micro_batches ? enough : plan->micro_batches;
+}
+
+/* Seconds per sequence; INFINITY when the step cannot end within `limit` of them. whole: of all its
+   micro-batches, else it may be cut short and the rest reckoned by its pace. Leaves the activations. */
+static double evaluate(struct tuner *tuner, const struct plan *plan, double limit, bool whole) {
+    struct plan shorter = *plan;
+    struct timeline timeline = {0};
+    if (!whole) shorter.micro_batches = cut_short(plan);
+    int rest = plan->micro_batches - shorter.micro_batches;
+    struct schedule *schedule = tuner->space.system->build(&shorter);
+    schedule_drop_instant(schedule);
+    tuner->evaluated += schedule->op_count;
+    tuner->evaluations++;
+    double seconds = INFINITY, most = limit * plan->sequences;
+    if (schedule_arrange_before(schedule, rest ? INFINITY : most, &timeline)) {
+        seconds = timeline.makespan;
+        if (rest) seconds += rest * pace_of(schedule, &timeline, period_of(plan));
+        schedule_memory_peaks(schedule, &timeline, tuner->activations);
+        for (int g = 0; g < schedule->group_count; g++)
+            tuner->activations[g] -= schedule->groups[g].static_bytes;
+    }
+    timeline_free(&timeline);
+    schedule_free(schedule);
+    return seconds < most ? per_sequence(plan, seconds) : INFINITY;
+}
+
+/* The state that ends the step soonest among those that fit beside each group's activations (NULL: all fit),
+   and the seconds that end takes; INFINITY when none fits. The least intrusive of equals. */
+static double choose_state(const struct tuner *tuner, const struct plan *plan, const double *activations,
+                           struct memory *chosen) {
     const struct space *space = &tuner->space;
     double soonest = INFINITY;
     for (int i = 0; i < space->state_count; i++) {
@@ -149,32 +211,16 @@ static bool choose_state(const struct tuner *tuner, const struct plan *plan, con
             if (activations) bytes = fmax(bytes, need->static_bytes + activations[g]);
             seconds = fmax(seconds, need->end.grad_sync + need->end.optimizer + need->end.param_gather);
         }
-        if (space->fits && bytes > space->usable) continue;
+        if (bytes > space->usable) continue;
         if (seconds < soonest) {
             soonest = seconds;
             *chosen = tried.memory;
         }
     }
-    return soonest < INFINITY;
+    return soonest;
 }
 
-/* Peak activations of each group, static bytes left out; returns how many groups there are. */
-static int read_activations(const struct tuner *tuner, const struct schedule *schedule,
-                            const struct timeline *timeline) {
-    schedule_memory_peaks(schedule, timeline, tuner->activations);
-    for (int g = 0; g < schedule->group_count; g++) tuner->activations[g] -= schedule->groups[g].static_bytes;
-    return schedule->group_count;
-}
-
-enum outcome { TOO_SLOW, TOO_LARGE, FITS };
-
-/* What one trial showed. load: activations ÷ what the leanest state leaves for them, of the worst group. */
-struct trial {
-    enum outcome outcome;
-    double seconds, load; /* per sequence */
-    struct plan plan;     /* with its state */
-};
-
+/* Activations ÷ what the leanest state leaves for them, of the worst group: above 1 nothing fits. */
 static double load_of(const struct tuner *tuner, const struct plan *plan) {
     struct plan lean = *plan;
     lean.memory = leanest(&tuner->space, plan->memory);
@@ -186,44 +232,127 @@ static double load_of(const struct tuner *tuner, const struct plan *plan) {
     return load;
 }
 
-static void keep_best(struct tuner *tuner, const struct trial *trial) {
-    if (tuner->found && trial->seconds >= tuner->best) return;
-    tuner->found = true;
-    tuner->best = trial->seconds;
-    tuner->best_plan = trial->plan;
-}
-
-/* Simulates a plan, gives up when it cannot be better than `limit` seconds per sequence. */
-static struct trial try_plan(struct tuner *tuner, struct plan plan, double limit) {
-    const struct system *system = tuner->space.system;
-    struct trial trial = {.outcome = TOO_SLOW, .seconds = INFINITY, .plan = plan};
-    struct schedule *schedule;
-    struct timeline timeline = {0};
-    struct result result;
+/* Evaluates a whole step, with the state that suits it, and keeps the plan when it is the best so far.
+   Returns its load when it does not fit, else 0. */
+static double confirm(struct tuner *tuner, struct plan plan) {
+    double limit = tuner->found ? tuner->best : INFINITY;
     struct memory chosen;
     choose_state(tuner, &plan, NULL, &plan.memory); /* the quickest: what cannot win with it never can */
-    tuner->simulated++;
-    if (!simulate_before(system, &plan, limit * plan.sequences, &result, &schedule, &timeline)) return trial;
-    read_activations(tuner, schedule, &timeline);
-    timeline_free(&timeline);
-    schedule_free(schedule);
-    trial.load = load_of(tuner, &plan);
-    trial.outcome = TOO_LARGE;
-    if (!choose_state(tuner, &plan, tuner->activations, &chosen)) return trial;
+    double seconds = evaluate(tuner, &plan, limit, true);
+    if (seconds == INFINITY) return 0;
+    if (choose_state(tuner, &plan, tuner->activations, &chosen) == INFINITY) return load_of(tuner, &plan);
     if (memcmp(&chosen, &plan.memory, sizeof chosen) != 0) {
         plan.memory = chosen;
-        tuner->simulated++;
-        simulate_plan(system, &plan, &result, NULL, NULL);
-        if (result.oom && tuner->space.fits) return trial;
+        seconds = evaluate(tuner, &plan, limit, true);
+        if (seconds == INFINITY) return 0;
+        struct memory again;
+        if (choose_state(tuner, &plan, tuner->activations, &again) == INFINITY) return 1;
     }
-    trial.outcome = FITS;
-    trial.plan = plan;
-    trial.seconds = per_sequence(&plan, result.step_time);
-    keep_best(tuner, &trial);
-    return trial;
+    tuner->found = true;
+    tuner->best = seconds;
+    tuner->best_plan = plan;
+    return 0;
 }
 
-/* ---- micro-batches under way ------------------------------------------------------------------------- */
+/* ---- levers by what is known of others --------------------------------------------------------------- */
+
+#define MAX_PARTS 256 /* groups looked at when levers are reckoned; of more, the first ones */
+
+/* What levers need, in all layers of each group. */
+struct lever {
+    struct memory levers;
+    double busy; /* seconds per sequence */
+    double bound, bytes;
+    int groups;
+    struct need *needs; /* with the leanest state */
+};
+
+static struct lever lever_of(const struct tuner *tuner, const struct plan *shape, struct memory levers) {
+    struct plan plan = *shape;
+    plan.memory = leanest(&tuner->space, levers);
+    struct bound bound = tuner->space.system->bound(&plan);
+    struct lever lever = {.levers = levers,
+                          .busy = per_sequence(&plan, bound.busy),
+                          .bound = per_sequence(&plan, bound.seconds),
+                          .bytes = bound.bytes};
+    lever.groups = tuner->space.system->needs(&plan, tuner->needs);
+    lever.needs = must_alloc((size_t)lever.groups * sizeof *lever.needs);
+    memcpy(lever.needs, tuner->needs, (size_t)lever.groups * sizeof *lever.needs);
+    return lever;
+}
+
+static int layers_of_group(const struct plan *plan) {
+    int parts = plan->parallel.groups ? plan->parallel.groups : plan->parallel.pp;
+    return (plan->point->model->layers + parts - 1) / parts;
+}
+
+/* The part of the layers that must recompute so that the activations fit, when `activations` were seen with
+   `base` in every layer: they grow as what a micro-batch keeps. Above 1: all are too few. */
+static double part_that_fits(const struct tuner *tuner, const struct lever *base, const struct lever *lever,
+                             const double *activations) {
+    double part = 0;
+    for (int g = 0; g < lever->groups; g++) {
+        double under_way = (activations[g] - base->needs[g].backward_bytes) / base->needs[g].kept_bytes;
+        double left = tuner->space.usable - lever->needs[g].static_bytes - lever->needs[g].backward_bytes;
+        double none = under_way * base->needs[g].kept_bytes, all = under_way * lever->needs[g].kept_bytes;
+        if (under_way <= 0 || none <= left) continue;
+        part = fmax(part, all < none ? (none - left) / (none - all) : INFINITY);
+    }
+    return part;
+}
+
+/* What was seen with one order and the base levers. */
+struct sight {
+    struct order order;
+    double seconds; /* per sequence */
+    double *activations;
+};
+
+/* The plan that should be quickest of one sight, and how quick it should be. */
+struct guess {
+    struct plan plan;
+    double seconds;
+};
+
+static bool recomputes(struct memory levers) {
+    return levers.recompute.attention || levers.recompute.ffn;
+}
+
+static struct guess best_guess(const struct tuner *tuner, const struct plan *shape, const struct lever *list,
+                               int count, const struct sight *sight) {
+    struct guess best = {.seconds = INFINITY};
+    int layers = layers_of_group(shape);
+    for (int i = 0; i < count; i++) {
+        double part = part_that_fits(tuner, &list[0], &list[i], sight->activations);
+        bool open = tuner->space.layers_open && recomputes(list[i].levers);
+        if (part > 1 || (i == 0 && part > 0)) continue;
+        if (!open && i > 0) part = 1;
+        int recomputing = (int)ceil(part * layers - 1e-9);
+        if (open && recomputing == 0) recomputing = 1;
+        double busy =
+            list[0].busy + (list[i].busy - list[0].busy) * (open ? (double)recomputing / layers : 1);
+        double seconds = sight->seconds * busy / list[0].busy;
+        if (seconds >= best.seconds) continue;
+        best.seconds = seconds;
+        best.plan = *shape;
+        best.plan.order = sight->order;
+        best.plan.memory = list[i].levers;
+        if (open && recomputing < layers) best.plan.memory.recompute.layers = recomputing;
+    }
+    return best;
+}
+
+/* ---- one shape --------------------------------------------------------------------------------------- */
+
+static double SLACK = 1.03;
+static int FINALISTS = 4, TOP = 6;
+static double RANGE = 1.5;
+__attribute__((constructor)) static void set_params(void) {
+    if (getenv("T_SLACK")) SLACK = atof(getenv("T_SLACK"));
+    if (getenv("T_FIN")) FINALISTS = atoi(getenv("T_FIN"));
+    if (getenv("T_TOP")) TOP = atoi(getenv("T_TOP"));
+    if (getenv("T_RANGE")) RANGE = atof(getenv("T_RANGE"));
+}
 
 static struct order order_of(const struct space *space, int wave, int waves, int prefer) {
     const struct order *given = &space->point->order;
@@ -232,142 +361,79 @@ static struct order order_of(const struct space *space, int wave, int waves, int
                           space->prefer_open ? prefer : given->prefer};
 }
 
-static int waves_that_matter(const struct plan *plan, int wave) {
-    return (plan->micro_batches + wave - 1) / wave;
+/* Sees a shape under one order with the base levers; false when that is too slow to matter. */
+static bool look(struct tuner *tuner, struct plan plan, const struct lever *base, struct order order,
+                 struct sight *sight) {
+    plan.order = order;
+    plan.memory = base->levers;
+    choose_state(tuner, &plan, NULL, &plan.memory);
+    double limit = tuner->estimate < INFINITY ? SLACK * tuner->estimate : INFINITY;
+    sight->order = order;
+    sight->seconds = evaluate(tuner, &plan, limit, false);
+    if (sight->seconds == INFINITY) return false;
+    memcpy(sight->activations, tuner->activations, (size_t)base->groups * sizeof(double));
+    return true;
 }
 
-/* With waves of this size, as many under way as fit: activations grow about in proportion to their number.
-   Fewer are tried too as long as that is no slower: they may be quicker, since orders are found greedily. */
-static struct trial fill_memory(struct tuner *tuner, struct plan plan, int wave, int prefer, int first_guess,
-                                double slack) {
-    struct trial best = {.outcome = TOO_LARGE, .seconds = INFINITY, .plan = plan};
-    int most = waves_that_matter(&plan, wave), waves = first_guess < most ? first_guess : most;
-    int fit = 0, over = most + 1; /* the most known to fit, the fewest known not to */
-    if (waves < 1) waves = 1;
-    double least_load = INFINITY;
-    for (int round = 0; round < 8; round++) {
-        plan.order = order_of(&tuner->space, wave, waves, prefer);
-        double limit = tuner->found ? slack * tuner->best : INFINITY;
-        struct trial trial = try_plan(tuner, plan, limit);
-        if (trial.outcome == TOO_LARGE) {
-            over = waves;
-            least_load = fmin(least_load, trial.load);
-        } else
-            fit = waves;
-        if (trial.seconds < best.seconds) best = trial;
-        if (trial.outcome == TOO_SLOW || fit + 1 >= over || !tuner->space.waves_open) break;
-        int next = trial.load > 0 ? (int)(waves / trial.load) : most;
-        if (next <= fit) next = fit + 1;
-        if (next >= over) next = over - 1;
-        waves = next;
+/* Evaluates what a sight promises until it holds; the estimate of what fits, INFINITY where nothing does. */
+static double follow(struct tuner *tuner, const struct plan *shape, const struct lever *list, int count,
+                     struct sight sight, double limit, struct plan *found) {
+    double *scaled = must_alloc((size_t)list[0].groups * sizeof *scaled), seconds = INFINITY;
+    memcpy(scaled, sight.activations, (size_t)list[0].groups * sizeof *scaled);
+    sight.activations = scaled;
+    for (int round = 0; round < 4 && seconds == INFINITY; round++) {
+        struct guess guess = best_guess(tuner, shape, list, count, &sight);
+        if (guess.seconds >= limit) break;
+        double quickest = choose_state(tuner, &guess.plan, NULL, &guess.plan.memory);
+        double now = evaluate(tuner, &guess.plan, limit, false);
+        if (now == INFINITY) break;
+        double load = load_of(tuner, &guess.plan);
+        double end = choose_state(tuner, &guess.plan, tuner->activations, &guess.plan.memory);
+        if (end < INFINITY) {
+            seconds = now + per_sequence(&guess.plan, end - quickest);
+            *found = guess.plan;
+        }
+        for (int g = 0; g < list[0].groups; g++) scaled[g] *= load * 1.001;
     }
-    best.load = least_load;
-    return best;
+    free(scaled);
+    return seconds;
 }
 
-/* ---- levers of one shape ----------------------------------------------------------------------------- */
-
-struct option {
-    struct memory levers;
-    double bound; /* seconds per sequence */
-    double bytes;
-};
-
-static struct option option_of(const struct tuner *tuner, const struct plan *shape, struct memory levers,
-                               int layers) {
-    struct plan plan = *shape;
-    levers.recompute.layers = layers;
-    plan.memory = leanest(&tuner->space, levers);
-    struct bound bound = tuner->space.system->bound(&plan);
-    return (struct option){levers, per_sequence(&plan, bound.seconds), bound.bytes};
-}
-
-static int layers_of_group(const struct plan *plan) {
-    int parts = plan->parallel.groups ? plan->parallel.groups : plan->parallel.pp;
-    return (plan->point->model->layers + parts - 1) / parts;
-}
-
-static bool recomputes(struct memory levers) {
-    return levers.recompute.attention || levers.recompute.ffn;
-}
-
-/* The number of layers with the least bound among those that fit: with more of them there is more to do and
-   less to keep, so the least stands where either stops deciding. */
-static struct option best_layers(const struct tuner *tuner, const struct plan *shape, struct memory levers) {
-    struct option all = option_of(tuner, shape, levers, 0);
-    bool fits = all.bytes <= tuner->space.usable || !tuner->space.fits;
-    if (!tuner->space.layers_open || !recomputes(levers) || !fits) return all;
-    int low = 1, high = layers_of_group(shape); /* high: all, known to fit */
-    struct option best = all;
-    while (low < high) {
-        int middle = (low + high) / 2;
-        struct option here = option_of(tuner, shape, levers, middle);
-        struct option next = middle + 1 == high ? best : option_of(tuner, shape, levers, middle + 1);
-        bool here_fits = here.bytes <= tuner->space.usable;
-        if (here_fits && here.bound <= next.bound) {
-            best = here;
-            high = middle;
-        } else
-            low = middle + 1;
-    }
-    return best;
-}
-
-static int by_option(const void *a, const void *b) {
-    const struct option *x = a, *y = b;
-    if (x->bound != y->bound) return x->bound < y->bound ? -1 : 1;
-    return memcmp(&x->levers, &y->levers, sizeof x->levers);
-}
-
-/* All levers that may fit, least bound first. */
-static int list_options(const struct tuner *tuner, const struct plan *shape, struct option *options) {
+static int list_levers_of(const struct tuner *tuner, const struct plan *shape, struct lever *list) {
     int count = 0;
-    for (int i = 0; i < tuner->space.lever_count; i++) {
-        struct option option = best_layers(tuner, shape, tuner->space.levers[i]);
-        if (tuner->space.fits && option.bytes > tuner->space.usable) continue;
-        options[count++] = option;
-    }
-    qsort(options, (size_t)count, sizeof *options, by_option);
+    for (int i = 0; i < tuner->space.lever_count; i++)
+        list[count++] = lever_of(tuner, shape, tuner->space.levers[i]);
     return count;
 }
 
-/* ---- one shape --------------------------------------------------------------------------------------- */
-
-/* Fewer or more layers: until it fits. */
-static struct trial try_given_order(struct tuner *tuner, struct plan plan, double slack) {
-    struct trial trial = {0};
-    int all = layers_of_group(&plan);
-    for (int round = 0; round < 8; round++) {
-        double limit = tuner->found ? slack * tuner->best : INFINITY;
-        trial = try_plan(tuner, plan, limit);
-        int layers = plan.memory.recompute.layers;
-        if (trial.outcome != TOO_LARGE || !tuner->space.layers_open || !layers) break;
-        layers += 1 + (int)((trial.load - 1) * all);
-        plan.memory.recompute.layers = layers >= all ? 0 : layers;
-    }
-    return trial;
+static void free_levers(struct lever *list, int count) {
+    for (int i = 0; i < count; i++) free(list[i].needs);
 }
 
-static int guess_waves(const struct plan *plan, int wave) {
-    (void)plan;
-    return (8 + wave - 1) / wave;
-}
+/* Micro-batches under way at which a shape is looked at first: with the most there is least waiting, and when
+   that is too slow nothing else need be tried. */
+static const int under_way[] = {24, 12, 8, 6, 5, 4, 3, 2, 1};
 
-static void try_shape(struct tuner *tuner, struct shape *shape) {
-    struct option options[MAX_LEVERS];
-    int count = list_options(tuner, &shape->plan, options), fitted = 0;
-    for (int i = 0; i < count && fitted < 3; i++) {
-        if (tuner->found && options[i].bound >= tuner->best) break;
-        struct plan plan = shape->plan;
-        plan.memory = options[i].levers;
-        struct trial trial = tuner->space.order_open
-                                 ? fill_memory(tuner, plan, 1, PREFER_BACKWARD, guess_waves(&plan, 1), 1.05)
-                                 : try_given_order(tuner, plan, 1);
-        if (trial.outcome == FITS) fitted++;
-        if (trial.seconds >= shape->seconds) continue;
-        shape->seconds = trial.seconds;
-        shape->best = trial.plan;
+static void explore(struct tuner *tuner, struct shape *shape) {
+    struct lever list[MAX_LEVERS];
+    int count = list_levers_of(tuner, &shape->plan, list);
+    struct sight sight = {.activations = must_alloc((size_t)list[0].groups * sizeof(double))};
+    bool open = tuner->space.order_open;
+    for (size_t i = 0; i < (open ? COUNT(under_way) : 1); i++) {
+        int waves = under_way[i] < shape->plan.micro_batches ? under_way[i] : shape->plan.micro_batches;
+        if (i && under_way[i] >= shape->plan.micro_batches) continue;
+        struct order order = order_of(&tuner->space, 1, waves, PREFER_FORWARD);
+        if (!look(tuner, shape->plan, &list[0], order, &sight)) break;
+        struct plan found;
+        double limit = fmin(shape->estimate, tuner->estimate * SLACK);
+        double seconds = follow(tuner, &shape->plan, list, count, sight, limit, &found);
+        if (seconds >= shape->estimate) continue;
+        shape->estimate = seconds;
+        shape->best = found;
+        tuner->estimate = fmin(tuner->estimate, seconds);
     }
+    free(sight.activations);
+    free_levers(list, count);
 }
 
 /* ---- the queue --------------------------------------------------------------------------------------- */
@@ -407,16 +473,12 @@ static struct shape queue_pop(struct tuner *tuner) {
     return first;
 }
 
-/* The least bound of any levers. */
-static double shape_bound(const struct tuner *tuner, const struct plan *shape, bool placed) {
+/* Ahead of placing: the least work of any levers. */
+static double outline_of(const struct tuner *tuner, const struct plan *shape) {
     const struct system *system = tuner->space.system;
     struct plan plan = *shape;
-    if (!placed) {
-        plan.memory = leanest(&tuner->space, tuner->space.levers[0]);
-        return system->outline ? per_sequence(&plan, system->outline(&plan).seconds) : 0;
-    }
-    struct option options[MAX_LEVERS];
-    return list_options(tuner, shape, options) ? options[0].bound : INFINITY;
+    plan.memory = leanest(&tuner->space, tuner->space.levers[0]);
+    return system->outline ? per_sequence(&plan, system->outline(&plan).seconds) : 0;
 }
 
 static void list_shapes(struct tuner *tuner, const struct parallel *layouts, int count) {
@@ -429,70 +491,138 @@ static void list_shapes(struct tuner *tuner, const struct parallel *layouts, int
                          .parallel = layouts[i],
                          .order = space->point->order,
                          .placement = space->placement_open ? place : space->point->placement},
-                .seconds = INFINITY};
+                .estimate = INFINITY};
             bool possible = space->system->size(&shape.plan, &ignored);
             errors_free(&ignored);
             if (!possible) continue;
-            shape.bound = shape_bound(tuner, &shape.plan, false);
+            shape.bound = outline_of(tuner, &shape.plan);
             queue_push(tuner, shape);
         }
 }
 
+/* Places a shape; its bound is then the least of any levers that may fit. */
 static bool settle(struct tuner *tuner, struct shape *shape) {
     struct errors ignored = {0};
     bool settled = !tuner->space.system->settle || tuner->space.system->settle(&shape->plan, &ignored);
     errors_free(&ignored);
     if (!settled) return false;
     shape->settled = true;
-    shape->bound = fmax(shape->bound, shape_bound(tuner, &shape->plan, true));
-    return shape->bound < INFINITY;
+    double least = INFINITY;
+    bool fits = false;
+    for (int i = 0; i < tuner->space.lever_count; i++) {
+        struct plan plan = shape->plan;
+        plan.memory = leanest(&tuner->space, tuner->space.levers[i]);
+        struct bound bound = tuner->space.system->bound(&plan);
+        fits = fits || bound.bytes <= tuner->space.usable;
+        least = fmin(least, per_sequence(&plan, i ? bound.seconds : bound.busy));
+    }
+    shape->bound = fmax(shape->bound, least);
+    return fits;
 }
 
-static void try_shapes(struct tuner *tuner) {
+static void explore_shapes(struct tuner *tuner) {
     while (tuner->queue_count) {
         struct shape shape = queue_pop(tuner);
-        if (tuner->found && shape.bound >= tuner->best) break;
+        if (shape.bound >= tuner->estimate) break;
         if (!shape.settled) {
             if (settle(tuner, &shape)) queue_push(tuner, shape);
             continue;
         }
-        int64_t before_sims = tuner->simulated;
-        try_shape(tuner, &shape);
-        if (getenv("TUNE_DEBUG2")) { struct parallel *q = &shape.plan.parallel; struct memory *mm = &shape.best.memory;
-            fprintf(stderr, "SHAPE p%d m%d n%d cp%d nics %d %d %s r%d mb%d pp%d v%d ep%d bound %.6g sec %.6g ratio %.3f sims %ld lev %d%d/%d in%d order %d %d %d\n", q->groups, q->attn_gpus, q->ffn_gpus, q->cp, q->attn_nics, q->ffn_nics, shape.plan.placement ? "mixed":"split", shape.plan.replicas, shape.plan.micro_batches, q->pp, q->vpp, q->ep, shape.bound, shape.seconds, shape.seconds / shape.bound, (long)(tuner->simulated - before_sims), mm->recompute.attention, mm->recompute.ffn, mm->recompute.layers, mm->expert_input, shape.best.order.wave, shape.best.order.waves_in_flight, shape.best.order.prefer); }
-        if (tuner->tried_count == tuner->tried_capacity) {
-            tuner->tried_capacity = tuner->tried_capacity ? 2 * tuner->tried_capacity : 64;
-            tuner->tried = must_realloc(tuner->tried, (size_t)tuner->tried_capacity * sizeof *tuner->tried);
+        int before = tuner->evaluations;
+        explore(tuner, &shape);
+        if (getenv("TUNE_DEBUG2")) {
+            struct parallel *q = &shape.plan.parallel;
+            struct memory *mm = &shape.best.memory;
+            fprintf(stderr,
+                    "SHAPE p%d m%d n%d cp%d nics %d %d %s r%d mb%d pp%d v%d ep%d bound %.6g sec %.6g ratio "
+                    "%.3f sims %d lev %d%d/%d in%d order %d %d %d\n",
+                    q->groups, q->attn_gpus, q->ffn_gpus, q->cp, q->attn_nics, q->ffn_nics,
+                    shape.plan.placement ? "mixed" : "split", shape.plan.replicas, shape.plan.micro_batches,
+                    q->pp, q->vpp, q->ep, shape.bound, shape.estimate, shape.estimate / shape.bound,
+                    tuner->evaluations - before, mm->recompute.attention, mm->recompute.ffn,
+                    mm->recompute.layers, mm->expert_input, shape.best.order.wave,
+                    shape.best.order.waves_in_flight, shape.best.order.prefer);
         }
-        tuner->tried[tuner->tried_count++] = shape;
+        if (shape.estimate == INFINITY) continue;
+        if (tuner->explored_count == tuner->explored_capacity) {
+            tuner->explored_capacity = tuner->explored_capacity ? 2 * tuner->explored_capacity : 64;
+            tuner->explored =
+                must_realloc(tuner->explored, (size_t)tuner->explored_capacity * sizeof *tuner->explored);
+        }
+        tuner->explored[tuner->explored_count++] = shape;
     }
 }
 
 /* ---- refining ---------------------------------------------------------------------------------------- */
 
-static int by_seconds(const void *a, const void *b) {
+static int by_estimate(const void *a, const void *b) {
     const struct shape *x = a, *y = b;
-    if (x->seconds != y->seconds) return x->seconds < y->seconds ? -1 : 1;
+    if (x->estimate != y->estimate) return x->estimate < y->estimate ? -1 : 1;
     return shape_before(x, y) ? -1 : 1;
 }
 
+struct found {
+    struct plan plan;
+    double seconds;
+};
+
+static int by_found(const void *a, const void *b) {
+    const struct found *x = a, *y = b;
+    if (x->seconds != y->seconds) return x->seconds < y->seconds ? -1 : 1;
+    return memcmp(&x->plan.order, &y->plan.order, sizeof x->plan.order);
+}
+
+/* Fewer layers that recompute, until it no longer fits; or more, until it does. */
+static void adjust_layers(struct tuner *tuner, struct plan plan) {
+    int all = layers_of_group(&plan), step = 0;
+    double load = confirm(tuner, plan);
+    if (!tuner->space.layers_open || !recomputes(plan.memory)) return;
+    for (int round = 0; round < 6; round++) {
+        int layers = plan.memory.recompute.layers ? plan.memory.recompute.layers : all;
+        int next = load > 0 ? 1 : -1;
+        if (step && next != step) break;
+        step = next;
+        if (layers + step > all || layers + step < 1) break;
+        plan.memory.recompute.layers = layers + step == all ? 0 : layers + step;
+        load = confirm(tuner, plan);
+    }
+}
+
 static void refine(struct tuner *tuner, struct shape *shape) {
-    static const int waves[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
-    int in_flight = shape->best.order.wave * shape->best.order.waves_in_flight;
-    for (size_t i = 0; i < COUNT(waves); i++)
-        for (int prefer = 0; prefer < PREFER_COUNT; prefer++) {
-            int wave = waves[i];
-            if (wave > shape->plan.micro_batches) continue;
-            fill_memory(tuner, shape->best, wave, prefer, (in_flight + wave / 2) / wave, 1);
-        }
+    struct lever list[MAX_LEVERS];
+    int count = list_levers_of(tuner, &shape->plan, list), found = 0,
+        micro_batches = shape->plan.micro_batches;
+    struct sight sight = {.activations = must_alloc((size_t)list[0].groups * sizeof(double))};
+    int best_under_way = shape->best.order.wave * shape->best.order.waves_in_flight;
+    int most = (int)(best_under_way * RANGE) + 2, least = best_under_way / 2;
+    struct found *plans = must_alloc((size_t)(most * most * PREFER_COUNT + 1) * sizeof *plans);
+    for (int wave = 1; wave <= most && wave <= micro_batches; wave++)
+        for (int waves = 1; wave * waves <= most; waves++)
+            for (int prefer = 0; prefer < PREFER_COUNT; prefer++) {
+                if (wave * waves < least) continue;
+                if (waves > 1 && wave * (waves - 1) >= micro_batches) continue;
+                struct order order = order_of(&tuner->space, wave, waves, prefer);
+                if (!look(tuner, shape->plan, &list[0], order, &sight)) continue;
+                struct guess guess = best_guess(tuner, &shape->plan, list, count, &sight);
+                if (guess.seconds < INFINITY) plans[found++] = (struct found){guess.plan, guess.seconds};
+            }
+    qsort(plans, (size_t)found, sizeof *plans, by_found);
+    for (int i = 0; i < found && i < TOP; i++) adjust_layers(tuner, plans[i].plan);
+    adjust_layers(tuner, shape->best);
+    free(plans);
+    free(sight.activations);
+    free_levers(list, count);
 }
 
 static void search(struct tuner *tuner) {
-    try_shapes(tuner);
-    if (!tuner->space.order_open) return;
-    qsort(tuner->tried, (size_t)tuner->tried_count, sizeof *tuner->tried, by_seconds);
-    for (int i = 0; i < tuner->tried_count && i < 4; i++)
-        if (tuner->tried[i].seconds < INFINITY) refine(tuner, &tuner->tried[i]);
+    tuner->estimate = INFINITY;
+    explore_shapes(tuner);
+    qsort(tuner->explored, (size_t)tuner->explored_count, sizeof *tuner->explored, by_estimate);
+    for (int i = 0; i < tuner->explored_count && i < FINALISTS; i++)
+        if (tuner->space.order_open)
+            refine(tuner, &tuner->explored[i]);
+        else
+            adjust_layers(tuner, tuner->explored[i].best);
 }
 
 /* ---- the point --------------------------------------------------------------------------------------- */
@@ -529,14 +659,20 @@ bool tune_point(const struct system *system, const struct point *point, struct p
     if (possible) {
         list_shapes(&tuner, layouts, count);
         search(&tuner);
+        if (!tuner.found && !tuner.space.searches_memory) { /* what is given runs as given */
+            tuner.space.usable = INFINITY;
+            list_shapes(&tuner, layouts, count);
+            search(&tuner);
+        }
         *feasible = tuner.found;
         *plan = tuner.found ? tuner.best_plan : (struct plan){.point = point};
     }
     if (getenv("TUNE_DEBUG"))
-        fprintf(stderr, "%s: %d layouts, %d shapes left, %d tried, %ld simulated, best %g\n", system->name,
-                count, tuner.queue_count, tuner.tried_count, (long)tuner.simulated, tuner.best);
+        fprintf(stderr, "%s: %d layouts, %d shapes left, %d explored, %d evaluations, %ld ops, best %g\n",
+                system->name, count, tuner.queue_count, tuner.explored_count, tuner.evaluations,
+                (long)tuner.evaluated, tuner.best);
     free(tuner.queue);
-    free(tuner.tried);
+    free(tuner.explored);
     free(tuner.needs);
     free(tuner.activations);
     free(layouts);
