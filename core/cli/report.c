@@ -16,16 +16,8 @@ worker's computation. The speedup of two systems is the quotient of the same pro
 #include "cli/cli.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
-
-/* "4K" for 4096, else digits. */
-static const char *sequence_text(int seq_len, char *buffer, size_t size) {
-    if (seq_len % 1024 == 0)
-        snprintf(buffer, size, "%dK", seq_len / 1024);
-    else
-        snprintf(buffer, size, "%d", seq_len);
-    return buffer;
-}
 
 /* Three significant digits with a unit prefix: "812 G". */
 static const char *scaled_text(double value, char *buffer, size_t size) {
@@ -54,28 +46,51 @@ static const char *layout_text(const struct plan *plan, char *buffer, size_t siz
     return buffer;
 }
 
-static void print_record(const struct result *result, FILE *stream) {
-    const struct point *point = result->plan.point;
-    char seq[16], rate[16], layout[48];
-    fprintf(stream, "%-16.16s %4s %4d %-9.9s", point->model->name,
-            sequence_text(point->seq_len, seq, sizeof seq), point->cluster->nodes, result->system->name);
+static int layout_width(const struct result *results, int count) {
+    char layout[48];
+    int width = 6;
+    for (int i = 0; i < count; i++) {
+        int here =
+            results[i].feasible ? (int)strlen(layout_text(&results[i].plan, layout, sizeof layout)) : 0;
+        if (here > width) width = here;
+    }
+    return width;
+}
+
+static void print_record(const struct result *result, int width, FILE *stream) {
+    char rate[16], layout[48], peak[20];
+    fprintf(stream, " %-8.8s", result->system->name);
     if (!result->feasible) {
         fprintf(stream, " out of memory: nothing tried fits\n");
         return;
     }
-    fprintf(stream, " %-15.15s %8s %4.1f%% %5.3f %4.0f%s\n",
+    bytes_text(result->peak_memory, peak);
+    fprintf(stream, " %-*s %8s %4.1f%% %5.3f %7s%s\n", width,
             layout_text(&result->plan, layout, sizeof layout),
-            scaled_text(result->tokens_per_s, rate, sizeof rate), 100 * result->mfu, result->efficiency,
-            result->peak_memory / 1e9, result->oom ? " OOM" : "");
+            scaled_text(result->tokens_per_s, rate, sizeof rate), 100 * result->mfu, result->efficiency, peak,
+            result->oom ? "!" : "");
 }
 
-static void print_records(const struct result *results, int count, FILE *stream) {
-    fprintf(stream, "%-16s %4s %4s %-9s %-15s %8s %5s %5s %4s\n", "model", "seq", "node", "system", "layout",
-            "tokens/s", "MFU", "eff.", "GB");
-    for (int i = 0; i < count; i++) print_record(&results[i], stream);
+/* Of the columns behind those that name the point, without the layout's. */
+#define RECORD_WIDTH 43
+
+static void print_records(const struct result *results, int count, const struct columns *columns, int width,
+                          FILE *stream) {
+    bool oom = false;
+    columns_print_common(columns, stream);
+    columns_print_heading(columns, stream);
+    fprintf(stream, " %-8s %-*s %8s %5s %5s %7s\n", "system", width, "layout", "tokens/s", "MFU", "eff.",
+            "peak");
+    for (int i = 0; i < count; i++) {
+        columns_print(columns, results[i].plan.point, stream);
+        print_record(&results[i], width, stream);
+        oom |= results[i].feasible && results[i].oom;
+    }
+    columns_print_legend(columns, stream);
     fprintf(stream,
             "layout: replicas x ...; ring: replicas x groups x (A+F GPUs) on split (s) or\nmixed (m) nodes. "
-            "eff.: the busiest compute lane's busy time / step time.\nGB: peak of the fullest GPU.\n");
+            "eff.: the busiest compute lane's busy time / step time.\npeak: memory of the fullest GPU%s.\n",
+            oom ? "; !: out of memory, more than it may use" : "");
 }
 
 /* ---- speedups ---------------------------------------------------------------------------------------- */
@@ -107,66 +122,198 @@ static bool read_range(const char *published, const char *key, const char *low, 
     return found;
 }
 
-static const struct result *megatron_of(const struct result *results, int count, const struct point *point) {
-    for (int i = 0; i < count; i++)
-        if (results[i].plan.point == point && strcmp(results[i].system->name, "megatron") == 0)
-            return &results[i];
+/* Of the same point as record i, as that system runs it; a point's records follow each other. */
+static const struct result *megatron_beside(const struct result *results, int count, int i) {
+    int index = results[i].plan.point->index, first = i;
+    while (first > 0 && results[first - 1].plan.point->index == index) first--;
+    for (int k = first; k < count && results[k].plan.point->index == index; k++)
+        if (strcmp(results[k].system->name, "megatron") == 0) return &results[k];
     return NULL;
 }
 
 static void print_speedup(const struct result *result, const struct range *paper, FILE *stream) {
-    const struct point *point = result->plan.point;
-    char seq[16], range[32] = "-", difference[32] = "-";
+    char range[32] = "-", difference[32] = "-";
     if (paper && strcmp(result->system->name, "disagmoe") == 0) {
         snprintf(range, sizeof range, "%.2f-%.2f", paper->low, paper->high);
         double off = result->speedup < paper->low    ? result->speedup - paper->low
                      : result->speedup > paper->high ? result->speedup - paper->high
                                                      : 0;
-        if (isnan(off))
-            snprintf(difference, sizeof difference, "no baseline");
+        if (isnan(result->speedup))
+            snprintf(difference, sizeof difference, result->oom ? "out of memory" : "no baseline");
         else if (off == 0)
             snprintf(difference, sizeof difference, "inside");
         else
             snprintf(difference, sizeof difference, "%+.2f", off);
     }
-    fprintf(stream, "%-18.18s %4s %5d %-12.12s", point->model->name,
-            sequence_text(point->seq_len, seq, sizeof seq), point->cluster->nodes, result->system->name);
+    fprintf(stream, " %-12.12s", result->system->name);
     if (isnan(result->speedup))
         fprintf(stream, " %8s", "-");
     else
         fprintf(stream, " %8.3f", result->speedup);
-    fprintf(stream, " %11s %12s\n", range, difference);
+    fprintf(stream, " %11s %13s\n", range, difference);
+}
+
+/* ---- what the speedups rest on ----------------------------------------------------------------------- */
+
+/* A choice that a manifest gives or leaves to the tuner: of each record, 0 where it is searched, else the
+   value or 1 where it has none that is a number. */
+struct choice {
+    const char *name;
+    int (*given)(const struct point *point);
+    bool is_number;
+};
+
+static int given_pp(const struct point *point) {
+    return point->parallel.pp;
+}
+static int given_vpp(const struct point *point) {
+    return point->parallel.vpp;
+}
+static int given_ep(const struct point *point) {
+    return point->parallel.ep;
+}
+static int given_groups(const struct point *point) {
+    return point->parallel.groups;
+}
+static int given_attn_gpus(const struct point *point) {
+    return point->parallel.attn_gpus;
+}
+static int given_ffn_gpus(const struct point *point) {
+    return point->parallel.ffn_gpus;
+}
+static int given_memory(const struct point *point) {
+    return !point->auto_memory;
+}
+static int given_order(const struct point *point) {
+    return !point->auto_order;
+}
+static int given_placement(const struct point *point) {
+    return !point->auto_placement;
+}
+
+static const struct choice pipelined[] = {
+    {"pp", given_pp, true}, {"vpp", given_vpp, true}, {"ep", given_ep, true}};
+static const struct choice disaggregated[] = {
+    {"groups", given_groups, true}, {"attn_gpus", given_attn_gpus, true}, {"ffn_gpus", given_ffn_gpus, true}};
+static const struct choice memory_choice = {"memory", given_memory, false},
+                           order_choice = {"order", given_order, false},
+                           placement_choice = {"placement", given_placement, false};
+
+struct choices {
+    struct text given, differing, searched;
+};
+
+/* Whether each record of a system has it given, and as what. */
+static void sort_choice(struct choices *choices, const struct choice *choice, const struct result *results,
+                        int count, const struct system *system) {
+    int first = -1;
+    bool same = true;
+    for (int i = 0; i < count; i++) {
+        if (results[i].system != system) continue;
+        int value = choice->given(results[i].plan.point);
+        if (first < 0) first = value;
+        same &= value == first;
+    }
+    struct text *list = !same ? &choices->differing : first ? &choices->given : &choices->searched;
+    text_add(list, "%s%s", list->length ? ", " : "", choice->name);
+    if (same && first && choice->is_number) text_add(list, " %d", first);
+    bool paper = strcmp(system->name, "megatron") == 0 && strcmp(choice->name, "ep") == 0 && first == 16;
+    if (same && paper) text_add(list, " as in the paper");
+}
+
+static bool is_same_text(const char *a, const char *b) {
+    return a == b || (a && b && strcmp(a, b) == 0);
+}
+
+/* What per_system sets for it. */
+static void add_own(struct text *line, const struct result *results, int count, const struct system *system) {
+    const char *first = NULL;
+    bool any = false, same = true;
+    for (int i = 0; i < count; i++) {
+        if (results[i].system != system) continue;
+        const char *own = results[i].plan.point->own;
+        if (!any) first = own;
+        any = true;
+        same &= is_same_text(own, first);
+    }
+    if (!same) text_add(line, "for it alone, by point, what per_system sets; ");
+    if (same && first) text_add(line, "for it alone %s; ", first);
+}
+
+/* "  megatron: ep 16 given; pp, vpp, memory searched;" */
+static void print_choices(const struct result *results, int count, const struct result *record,
+                          FILE *stream) {
+    const struct system *system = record->system;
+    const struct choice *layout = record->plan.parallel.groups ? disaggregated : pipelined;
+    struct choices choices = {{0}, {0}, {0}};
+    struct text line = {0};
+    for (int i = 0; i < 3; i++) sort_choice(&choices, &layout[i], results, count, system);
+    sort_choice(&choices, &memory_choice, results, count, system);
+    if (system->searches_order) sort_choice(&choices, &order_choice, results, count, system);
+    if (system->uses_placement) sort_choice(&choices, &placement_choice, results, count, system);
+    text_add(&line, "  %s: ", system->name);
+    if (choices.given.length) text_add(&line, "given %s; ", choices.given.text);
+    if (choices.differing.length) text_add(&line, "given by point %s; ", choices.differing.text);
+    if (choices.searched.length) text_add(&line, "searched %s; ", choices.searched.text);
+    add_own(&line, results, count, system);
+    print_wrapped(line.text, stream);
+    free(line.text);
+    free(choices.given.text);
+    free(choices.differing.text);
+    free(choices.searched.text);
+}
+
+static void print_batch(const struct result *results, int count, FILE *stream) {
+    const struct point *point = results[0].plan.point;
+    bool same = true;
+    for (int i = 1; i < count; i++)
+        same &= results[i].plan.point->global_batch == point->global_batch &&
+                results[i].plan.point->micro_batches == point->micro_batches;
+    if (!same)
+        fprintf(stream, "  the batch of each point as the manifest gives it (the paper gives none);\n");
+    else if (point->global_batch)
+        fprintf(stream, "  global batch %d sequences (the paper gives none);\n", point->global_batch);
+    else
+        fprintf(stream, "  %d micro-batches a replica (the paper gives none);\n", point->micro_batches);
 }
 
 static void print_assumptions(const struct result *results, int count, const struct range *paper,
                               FILE *stream) {
     const struct point *point = results[0].plan.point;
-    bool same = true;
-    for (int i = 1; i < count; i++) same &= results[i].plan.point->global_batch == point->global_batch;
+    bool one_cluster = true;
+    for (int i = 1; i < count; i++)
+        one_cluster &= strcmp(results[i].plan.point->cluster->name, point->cluster->name) == 0;
     fprintf(stream, "Rests on: executor sim; costs %s;\n  cluster %s; seed %d; version %s;\n",
-            point->table ? "from the manifest's table" : "from achieved rates", point->cluster->name,
-            point->seed, VERSION);
-    if (same && point->global_batch)
-        fprintf(stream, "  global batch %d sequences, the suite's choice (the paper gives none);\n",
-                point->global_batch);
-    if (point->parallel.ep)
-        fprintf(stream, "  baseline EP fixed at %d as in the paper, its PP and virtual stages searched;\n",
-                point->parallel.ep);
+            point->table ? "from the manifest's table" : "from achieved rates",
+            one_cluster ? point->cluster->name : "of each point its own", point->seed, VERSION);
+    print_batch(results, count, stream);
+    for (int i = 0; i < count; i++) {
+        bool first = results[i].feasible;
+        for (int k = 0; k < i && first; k++)
+            first = results[k].system != results[i].system || !results[k].feasible;
+        if (first) print_choices(results, count, &results[i], stream);
+    }
     fprintf(stream, "  speedup = tokens/s per GPU of the cluster at the same global batch.\n");
     if (paper) fprintf(stream, "Paper: %s.\n", paper->where);
 }
 
-static void print_speedups(const struct result *results, int count, const char *published, FILE *stream) {
+/* Of the columns behind those that name the point. */
+#define SPEEDUP_WIDTH 48
+
+static void print_speedups(const struct result *results, int count, const struct columns *columns,
+                           const char *published, FILE *stream) {
     struct range paper;
-    bool known = read_range(published, "speedup_vs_megatron", "low", "high", &paper);
-    bool any = false;
+    bool known = read_range(published, "speedup_vs_megatron", "low", "high", &paper), any = false;
     for (int i = 0; i < count; i++) {
-        const struct result *base = megatron_of(results, count, results[i].plan.point);
+        const struct result *base = megatron_beside(results, count, i);
         if (!base || base == &results[i]) continue;
-        if (!any)
-            fprintf(stream, "\n%-18s %4s %5s %-12s %8s %11s %12s\n", "model", "seq", "nodes", "system",
-                    "speedup", "paper", "difference");
+        if (!any) {
+            fprintf(stream, "\n");
+            columns_print_heading(columns, stream);
+            fprintf(stream, " %-12s %8s %11s %13s\n", "system", "speedup", "paper", "difference");
+        }
         any = true;
+        columns_print(columns, results[i].plan.point, stream);
         print_speedup(&results[i], known ? &paper : NULL, stream);
     }
     if (any) print_assumptions(results, count, known ? &paper : NULL, stream);
@@ -174,12 +321,14 @@ static void print_speedups(const struct result *results, int count, const char *
         fprintf(stream, "Where the range is not reached, --explain prints what would have to change.\n");
 }
 
-void print_report(const struct experiment *experiment, const struct result *results, int count,
-                  const char *published, FILE *stream) {
-    (void)experiment;
+void print_report(const struct result *results, int count, const char *published, FILE *stream) {
     if (!count) return;
-    print_records(results, count, stream);
-    print_speedups(results, count, published, stream);
+    int width = layout_width(results, count), records = RECORD_WIDTH + width;
+    int widest = records > SPEEDUP_WIDTH ? records : SPEEDUP_WIDTH;
+    struct columns *columns = columns_new(results, count, TABLE_WIDTH - widest);
+    print_records(results, count, columns, width, stream);
+    print_speedups(results, count, columns, published, stream);
+    columns_free(columns);
 }
 
 /* ---- explanation ------------------------------------------------------------------------------------- */
@@ -232,24 +381,31 @@ void print_explanation(const struct result *results, int count, FILE *stream) {
             "product");
     for (int i = 0; i < FACTOR_COUNT; i++) fprintf(stream, i == 0 ? " %7s" : " %5.5s", factor_names[i]);
     fprintf(stream, "\n");
+    struct columns *columns = columns_new(results, count, TABLE_WIDTH);
+    int index = -1;
     for (int i = 0; i < count; i++) {
         if (!results[i].feasible) continue;
-        char seq[16], label[96];
+        char label[96];
         double own[FACTOR_COUNT], base[FACTOR_COUNT];
         const struct point *point = results[i].plan.point;
+        if (point->index != index) {
+            columns_print(columns, point, stream);
+            fprintf(stream, "\n");
+        }
+        index = point->index;
         factors_of(&results[i], own);
-        snprintf(label, sizeof label, "%.9s %s n%d %s", point->model->name,
-                 sequence_text(point->seq_len, seq, sizeof seq), point->cluster->nodes,
-                 results[i].system->name);
+        snprintf(label, sizeof label, "  %s", results[i].system->name);
         print_factors(label, own, results[i].step_time, stream);
-        const struct result *megatron = megatron_of(results, count, point);
-        if (!megatron || megatron == &results[i] || !megatron->feasible) continue;
+        const struct result *megatron = megatron_beside(results, count, i);
+        if (!megatron || megatron == &results[i] || isnan(results[i].speedup)) continue;
         factors_of(megatron, base);
         double ceiling = ceiling_of(base, own);
         for (int k = 0; k < FACTOR_COUNT; k++) base[k] /= own[k];
-        snprintf(label, sizeof label, "  speedup (ceiling %.2f)", ceiling);
+        snprintf(label, sizeof label, "    speedup (ceiling %.2f)", ceiling);
         print_factors(label, base, results[i].speedup, stream);
     }
+    columns_print_legend(columns, stream);
+    columns_free(columns);
     fprintf(stream, "ceiling: the speedup if this system had no transfer, bubble, imbalance,\n"
                     "recomputation, idle GPU or step end at all, against this baseline; beyond it\nonly a "
                     "slower baseline leads.\n");
@@ -266,7 +422,7 @@ void print_trend(const struct experiment *experiment, const char *published, FIL
     struct plan plan = {.point = &point};
     char seq[16];
     fprintf(stream, "\nAll-to-all share of a forward layer by nodes, EP over all GPUs, balanced\n(%s, %s):\n",
-            point.model->name, sequence_text(point.seq_len, seq, sizeof seq));
+            point.model->name, sequence_text(point.seq_len, seq));
     for (int nodes = 1; nodes <= 8; nodes *= 2) {
         cluster.nodes = nodes;
         int gpus[8 * 64], count = cluster_gpus(&cluster);
