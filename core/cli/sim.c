@@ -276,6 +276,7 @@ const struct verb verb_sim = {
     .summary = "simulate every point of a manifest",
     .help = "  --system NAME      only this system\n"
             "  --set path=value   change the manifest, e.g. --set model.layers=8 (repeatable)\n"
+            "                     --set per_system.NAME.path=value for one system, --set sweep.path=[1,2]\n"
             "  --jobs N           threads, at most one a record; the output does not depend on it\n"
             "  --json             one record a line instead of tables, as they come\n"
             "  --csv FILE         the records as CSV\n"
