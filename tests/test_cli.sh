@@ -522,6 +522,20 @@ cp "$work/kept.csv.part" "$work/killed"
 expect 0 sim "${fixed[@]}" --csv "$work/kept.csv"
 cmp -s "$work/kept.csv.part" "$work/killed" || fail "the part of a killed run was touched"
 [ "$(wc -l <"$work/kept.csv")" = 3 ] && [ ! -e "$work/kept.csv.part2" ] || fail "a part beside another"
+# check ends likewise; what it has said stands.
+"$disagmoe" check "${fixed[@]}" --set "sweep={\"seed\":[$(seq -s, 1 2000)]}" >"$work/out" 2>"$work/err" </dev/null &
+pid=$!
+for _ in $(seq 1200); do
+    caught=$(sed -n 's/^SigCgt:[ \t]*//p' "/proc/$pid/status" 2>/dev/null)
+    [ -z "$caught" ] || [ $((0x${caught: -8} & 2)) = 0 ] || break
+    sleep 0.05
+done
+kill -TERM $pid
+status=0
+wait $pid || status=$?
+[ $status = 1 ] || fail "check: exit status $status after SIGTERM, expected 1"
+points=$(($(wc -l <"$work/out") / 2))
+err_has "interrupted: $points of 2000 points are checked"
 # nohup: a hang-up that is ignored stays ignored.
 (trap '' HUP; begin_long; kill -HUP $pid; sleep 0.3; kill -TERM $pid; wait $pid)
 grep -q 'interrupted: ' "$work/err" || fail "SIGHUP was not ignored"

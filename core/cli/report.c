@@ -65,21 +65,21 @@ static void print_record(const struct result *result, int width, FILE *stream) {
         return;
     }
     bytes_text(result->peak_memory, peak);
-    fprintf(stream, " %-*s %8s %4.1f%% %5.3f %7s%s\n", width,
+    fprintf(stream, " %-*s %8s %4.1f%% %5.3f %6s%s\n", width,
             layout_text(&result->plan, layout, sizeof layout),
             scaled_text(result->tokens_per_s, rate, sizeof rate), 100 * result->mfu, result->efficiency, peak,
             result->oom ? "!" : "");
 }
 
-/* Of the columns behind those that name the point, without the layout's. */
-#define RECORD_WIDTH 43
+/* Of the columns behind those that name the point, without the layout's; with the mark behind the peak. */
+#define RECORD_WIDTH 39
 
 static void print_records(const struct result *results, int count, const struct columns *columns, int width,
                           FILE *stream) {
     bool oom = false;
     columns_print_common(columns, stream);
     columns_print_heading(columns, stream);
-    fprintf(stream, " %-8s %-*s %8s %5s %5s %7s\n", "system", width, "layout", "tokens/s", "MFU", "eff.",
+    fprintf(stream, " %-8s %-*s %8s %5s %5s %6s\n", "system", width, "layout", "tokens/s", "MFU", "eff.",
             "peak");
     for (int i = 0; i < count; i++) {
         columns_print(columns, results[i].plan.point, stream);
