@@ -7,8 +7,8 @@ static void print_memory(const struct result *result) {
     const struct point *point = result->plan.point;
     char peak[16], usable[16], over[16];
     bytes_text(result->peak_memory, peak);
-    bytes_text(usable_memory(point), usable);
-    bytes_text(result->peak_memory - usable_memory(point), over);
+    bytes_text(plan_usable_memory(point), usable);
+    bytes_text(result->peak_memory - plan_usable_memory(point), over);
     if (point->table)
         printf("peak memory %s, which costs do not limit\n", peak);
     else if (result->oom)

@@ -37,12 +37,14 @@ static const char *scaled_text(double value, char *buffer, size_t size) {
 /* "ep16 pp8 v2" or "4x(20+12)", and the replicas. */
 static const char *layout_text(const struct plan *plan, char *buffer, size_t size) {
     const struct parallel *parallel = &plan->parallel;
+    char cp[16] = "";
+    if (parallel->cp > 1) snprintf(cp, sizeof cp, " cp%d", parallel->cp);
     if (parallel->groups)
-        snprintf(buffer, size, "%dx%dx(%d+%d)%s", plan->replicas, parallel->groups, parallel->attn_gpus,
-                 parallel->ffn_gpus, plan->placement == PLACEMENT_MIXED ? "m" : "s");
+        snprintf(buffer, size, "%dx%dx(%d+%d)%s%s", plan->replicas, parallel->groups, parallel->attn_gpus,
+                 parallel->ffn_gpus, plan->placement == PLACEMENT_MIXED ? "m" : "s", cp);
     else
-        snprintf(buffer, size, "%dx pp%d v%d ep%d", plan->replicas, parallel->pp, parallel->vpp,
-                 parallel->ep);
+        snprintf(buffer, size, "%dx pp%d v%d ep%d%s", plan->replicas, parallel->pp, parallel->vpp,
+                 parallel->ep, cp);
     return buffer;
 }
 
@@ -155,70 +157,105 @@ static void print_speedup(const struct result *result, const struct range *paper
 
 /* ---- what the speedups rest on ----------------------------------------------------------------------- */
 
-/* A choice that a manifest gives or leaves to the tuner: of each record, 0 where it is searched, else the
-   value or 1 where it has none that is a number. */
+/* What a manifest says of a choice. */
+enum choice_state { CHOICE_SEARCHED, CHOICE_GIVEN, CHOICE_DEFAULT, CHOICE_BY_POINT };
+static const char *const state_names[] = {"searched", "given", "default", "given by point"};
+
 struct choice {
-    const char *name;
-    int (*given)(const struct point *point);
-    bool is_number;
+    const char *name, *group; /* "zero" of "memory"; group NULL: its own */
+    int state, number;        /* 0: the value is no number, or not given */
 };
+#define MOST_CHOICES 16
 
-static int given_pp(const struct point *point) {
-    return point->parallel.pp;
-}
-static int given_vpp(const struct point *point) {
-    return point->parallel.vpp;
-}
-static int given_ep(const struct point *point) {
-    return point->parallel.ep;
-}
-static int given_groups(const struct point *point) {
-    return point->parallel.groups;
-}
-static int given_attn_gpus(const struct point *point) {
-    return point->parallel.attn_gpus;
-}
-static int given_ffn_gpus(const struct point *point) {
-    return point->parallel.ffn_gpus;
-}
-static int given_memory(const struct point *point) {
-    return !point->auto_memory;
-}
-static int given_order(const struct point *point) {
-    return !point->auto_order;
-}
-static int given_placement(const struct point *point) {
-    return !point->auto_placement;
+static void add_number(struct choice *choices, int *count, const char *name, int given, int otherwise) {
+    choices[(*count)++] =
+        (struct choice){name, NULL, given > 0 ? CHOICE_GIVEN : otherwise, given > 0 ? given : 0};
 }
 
-static const struct choice pipelined[] = {
-    {"pp", given_pp, true}, {"vpp", given_vpp, true}, {"ep", given_ep, true}};
-static const struct choice disaggregated[] = {
-    {"groups", given_groups, true}, {"attn_gpus", given_attn_gpus, true}, {"ffn_gpus", given_ffn_gpus, true}};
-static const struct choice memory_choice = {"memory", given_memory, false},
-                           order_choice = {"order", given_order, false},
-                           placement_choice = {"placement", given_placement, false};
-
-struct choices {
-    struct text given, differing, searched;
-};
-
-/* Whether each record of a system has it given, and as what. */
-static void sort_choice(struct choices *choices, const struct choice *choice, const struct result *results,
-                        int count, const struct system *system) {
-    int first = -1;
-    bool same = true;
-    for (int i = 0; i < count; i++) {
-        if (results[i].system != system) continue;
-        int value = choice->given(results[i].plan.point);
-        if (first < 0) first = value;
-        same &= value == first;
+static void add_memory(struct choice *choices, int *count, const struct point *point, bool whole) {
+    static const char *const names[] = {"recompute", "expert_input", "grads", "moments", "zero", "offload"};
+    for (size_t i = 0; i < COUNT(names); i++) {
+        bool given = point->memory_given & 1 << i; /* in the order of memory_key */
+        bool searched = !point->table && (point->auto_memory || !whole);
+        choices[(*count)++] = (struct choice){names[i], "memory",
+                                              given      ? CHOICE_GIVEN
+                                              : searched ? CHOICE_SEARCHED
+                                                         : CHOICE_DEFAULT,
+                                              0};
     }
-    struct text *list = !same ? &choices->differing : first ? &choices->given : &choices->searched;
-    text_add(list, "%s%s", list->length ? ", " : "", choice->name);
-    if (same && first && choice->is_number) text_add(list, " %d", first);
-    bool paper = strcmp(system->name, "megatron") == 0 && strcmp(choice->name, "ep") == 0 && first == 16;
-    if (same && paper) text_add(list, " as in the paper");
+}
+
+static void add_order(struct choice *choices, int *count, const struct order *order) {
+    const bool given[] = {order->wave > 0, order->waves_in_flight > 0, order->prefer != PREFER_OPEN};
+    static const char *const names[] = {"wave", "waves_in_flight", "prefer"};
+    for (size_t i = 0; i < COUNT(names); i++)
+        choices[(*count)++] =
+            (struct choice){names[i], "order", given[i] ? CHOICE_GIVEN : CHOICE_SEARCHED, 0};
+}
+
+/* All choices that a system has at a point, always in the same order; their number. What follows from the
+   others (NICs) is left out. */
+static int choices_of(const struct system *system, const struct point *point, bool ring,
+                      struct choice *choices) {
+    const struct parallel *given = &point->parallel;
+    bool whole = system->is_whole(given), place = point->placement_given,
+         open = point->auto_placement || !whole;
+    int count = 0;
+    add_number(choices, &count, ring ? "groups" : "pp", ring ? given->groups : given->pp, CHOICE_SEARCHED);
+    add_number(choices, &count, ring ? "attn_gpus" : "vpp", ring ? given->attn_gpus : given->vpp,
+               CHOICE_SEARCHED);
+    add_number(choices, &count, ring ? "ffn_gpus" : "ep", ring ? given->ffn_gpus : given->ep,
+               CHOICE_SEARCHED);
+    add_number(choices, &count, "cp", given->cp, whole ? CHOICE_DEFAULT : CHOICE_SEARCHED);
+    add_memory(choices, &count, point, whole);
+    if (system->searches_order) add_order(choices, &count, &point->order);
+    if (system->uses_placement)
+        choices[count++] = (struct choice){"placement", NULL,
+                                           place  ? CHOICE_GIVEN
+                                           : open ? CHOICE_SEARCHED
+                                                  : CHOICE_DEFAULT,
+                                           0};
+    return count;
+}
+
+/* The same of all records of a system. */
+static int common_choices(const struct result *results, int count, const struct result *record,
+                          struct choice *choices) {
+    bool ring = record->plan.parallel.groups > 0;
+    int used = choices_of(record->system, record->plan.point, ring, choices);
+    for (int i = 0; i < count; i++) {
+        struct choice own[MOST_CHOICES];
+        if (results[i].system != record->system) continue;
+        choices_of(record->system, results[i].plan.point, ring, own);
+        for (int k = 0; k < used; k++)
+            if (own[k].state != choices[k].state || own[k].number != choices[k].number)
+                choices[k].state = CHOICE_BY_POINT;
+    }
+    return used;
+}
+
+/* Whether all parts of its group are in its state: then the group's name stands for them. */
+static bool stands_for_group(const struct choice *choices, int count, int at) {
+    bool same = choices[at].group != NULL;
+    for (int i = 0; i < count && same; i++)
+        same = choices[i].group != choices[at].group || choices[i].state == choices[at].state;
+    return same;
+}
+
+/* "given ep 16, memory; " */
+static void add_choices(struct text *line, const struct choice *choices, int count, int state, bool paper) {
+    const char *before = state_names[state];
+    for (int i = 0; i < count; i++) {
+        bool group = stands_for_group(choices, count, i);
+        bool again = group && i > 0 && choices[i - 1].group == choices[i].group;
+        if (choices[i].state != state || again) continue;
+        text_add(line, "%s %s", before, group ? choices[i].group : choices[i].name);
+        if (state == CHOICE_GIVEN && choices[i].number) text_add(line, " %d", choices[i].number);
+        bool ep = strcmp(choices[i].name, "ep") == 0 && choices[i].number == 16;
+        if (paper && ep && state == CHOICE_GIVEN) text_add(line, " as in the paper");
+        before = ",";
+    }
+    if (*before == ',') text_add(line, "; ");
 }
 
 static bool is_same_text(const char *a, const char *b) {
@@ -240,27 +277,19 @@ static void add_own(struct text *line, const struct result *results, int count, 
     if (same && first) text_add(line, "for it alone %s; ", first);
 }
 
-/* "  megatron: ep 16 given; pp, vpp, memory searched;" */
+/* "  megatron: given ep 16; searched pp, vpp, cp, memory;" */
 static void print_choices(const struct result *results, int count, const struct result *record,
                           FILE *stream) {
-    const struct system *system = record->system;
-    const struct choice *layout = record->plan.parallel.groups ? disaggregated : pipelined;
-    struct choices choices = {{0}, {0}, {0}};
+    static const int order[] = {CHOICE_GIVEN, CHOICE_BY_POINT, CHOICE_SEARCHED, CHOICE_DEFAULT};
+    struct choice choices[MOST_CHOICES];
     struct text line = {0};
-    for (int i = 0; i < 3; i++) sort_choice(&choices, &layout[i], results, count, system);
-    sort_choice(&choices, &memory_choice, results, count, system);
-    if (system->searches_order) sort_choice(&choices, &order_choice, results, count, system);
-    if (system->uses_placement) sort_choice(&choices, &placement_choice, results, count, system);
-    text_add(&line, "  %s: ", system->name);
-    if (choices.given.length) text_add(&line, "given %s; ", choices.given.text);
-    if (choices.differing.length) text_add(&line, "given by point %s; ", choices.differing.text);
-    if (choices.searched.length) text_add(&line, "searched %s; ", choices.searched.text);
-    add_own(&line, results, count, system);
+    int used = common_choices(results, count, record, choices);
+    bool paper = strcmp(record->system->name, "megatron") == 0;
+    text_add(&line, "  %s: ", record->system->name);
+    for (size_t i = 0; i < COUNT(order); i++) add_choices(&line, choices, used, order[i], paper);
+    add_own(&line, results, count, record->system);
     print_wrapped(line.text, stream);
     free(line.text);
-    free(choices.given.text);
-    free(choices.differing.text);
-    free(choices.searched.text);
 }
 
 static void print_batch(const struct result *results, int count, FILE *stream) {
@@ -419,7 +448,7 @@ void print_trend(const struct experiment *experiment, const char *published, FIL
     struct point point = experiment->points[0];
     struct cluster cluster = *point.cluster;
     point.cluster = &cluster;
-    struct plan plan = {.point = &point};
+    struct plan plan = {.point = &point, .parallel = {.cp = 1}};
     char seq[16];
     fprintf(stream, "\nAll-to-all share of a forward layer by nodes, EP over all GPUs, balanced\n(%s, %s):\n",
             point.model->name, sequence_text(point.seq_len, seq));
@@ -428,9 +457,10 @@ void print_trend(const struct experiment *experiment, const char *published, FIL
         int gpus[8 * 64], count = cluster_gpus(&cluster);
         if (count > (int)COUNT(gpus) || count > point.model->moe.experts) break;
         for (int i = 0; i < count; i++) gpus[i] = i;
-        struct layer_cost cost = plan_layer_cost(&plan, point.model->layers - 1,
-                                                 (struct sides){gpus, count, gpus, count, gpus, count});
-        double exchange = cost.dispatch + cost.combine;
+        struct side side = {.gpus = gpus, .count = count};
+        struct layer_cost cost = plan_layer_cost(&plan, point.model->layers - 1, (struct recompute){0},
+                                                 (struct sides){side, side, side});
+        double exchange = cost.dispatch.seconds + cost.combine.seconds;
         fprintf(stream, "  %d node%s: %4.1f %%\n", nodes, nodes > 1 ? "s" : " ",
                 100 * exchange / (cost.attention[PASS_FORWARD] + cost.ffn[PASS_FORWARD] + exchange));
     }

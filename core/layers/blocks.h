@@ -59,10 +59,11 @@ struct attention_pending {
     floatX *dnoise;  /* (T, E) of noisy top-k, else NULL */
 };
 /* Bytes, a multiple of 64, for recompute none or selective. Memory must be 64-byte aligned. */
-size_t attention_kept_bytes(const struct model *model, int layer, enum recompute recompute, int tokens);
+size_t attention_kept_bytes(const struct model *model, int layer, enum attention_recompute recompute,
+                            int tokens);
 size_t attention_pending_bytes(const struct model *model, int layer, int tokens);
-struct attention_kept attention_kept_place(const struct model *model, int layer, enum recompute recompute,
-                                           int tokens, void *memory);
+struct attention_kept attention_kept_place(const struct model *model, int layer,
+                                           enum attention_recompute recompute, int tokens, void *memory);
 struct attention_pending attention_pending_place(const struct model *model, int layer, int tokens,
                                                  void *memory);
 
@@ -85,13 +86,6 @@ void attention_block_backward_weight(struct context *context, const struct atten
                                      const struct attention_pending *pending, const floatX *input);
 
 /* ---- expert block ------------------------------------------------------------------------------------ */
-
-/* Pointers to each local expert's tensor, (experts) each. */
-struct expert_tensors {
-    floatX **gate_up, **gate_up_bias, **down, **down_bias;
-};
-struct expert_tensors expert_tensors(struct arena *arena, const struct parameters *parameters, floatX *array,
-                                     int layer, int first_expert, int experts);
 
 struct expert_block {
     const struct model *model;
@@ -121,13 +115,13 @@ struct expert_pending {
 };
 /* As for attention. routed: rows with an expert; firsts: first copies, which count only where the layer has
    shared experts or is dense. */
-size_t expert_kept_bytes(const struct model *model, int layer, enum recompute recompute, int routed,
+size_t expert_kept_bytes(const struct model *model, int layer, enum ffn_recompute recompute, int routed,
                          int firsts);
-size_t expert_pending_bytes(const struct model *model, int layer, enum recompute recompute, int routed,
+size_t expert_pending_bytes(const struct model *model, int layer, enum ffn_recompute recompute, int routed,
                             int firsts);
-struct expert_kept expert_kept_place(const struct model *model, int layer, enum recompute recompute,
+struct expert_kept expert_kept_place(const struct model *model, int layer, enum ffn_recompute recompute,
                                      int routed, int firsts, void *memory);
-struct expert_pending expert_pending_place(const struct model *model, int layer, enum recompute recompute,
+struct expert_pending expert_pending_place(const struct model *model, int layer, enum ffn_recompute recompute,
                                            int routed, int firsts, void *memory);
 
 /* output (rows, H) from input (rows, H), rows of `middle` */
@@ -135,7 +129,7 @@ void expert_block_forward(struct context *context, const struct expert_block *bl
                           const struct expert_part *part, struct expert_kept *kept, floatX *output,
                           const floatX *input);
 /* Puts what selective dropped into memory, of expert_restored_bytes, and fills it. Then pending is one of
-   RECOMPUTE_NONE. */
+   FFN_NONE. */
 size_t expert_restored_bytes(const struct model *model, int layer, int routed, int firsts);
 void expert_block_restore(struct context *context, const struct expert_block *block,
                           const struct expert_part *part, struct expert_kept *kept, void *memory);
@@ -151,18 +145,13 @@ void expert_block_backward_weight(struct context *context, const struct expert_b
 
 /* ---- head -------------------------------------------------------------------------------------------- */
 
-/* Final norm and cross-entropy. The head's input (T, H) and lse (T) are all that is kept. */
+/* Final norm and cross-entropy. The head's input (T, H) is all that is kept. */
 struct head_block {
     const struct model *model;
     floatX *norm, *norm_gradient, *output, *output_gradient;
 };
-/* Σ of the tokens' losses */
-double head_block_forward(struct context *context, const struct head_block *block, floatX *lse,
-                          const floatX *input, const int *targets, int tokens);
-void head_block_backward_input(struct context *context, const struct head_block *block, floatX *dinput,
-                               const floatX *lse, const floatX *input, const int *targets, int tokens,
-                               double scale);
-void head_block_backward_weight(struct context *context, const struct head_block *block, const floatX *lse,
-                                const floatX *input, const int *targets, int tokens, double scale);
+/* Σ of the tokens' losses, and dinput (T, H) and the parameters' gradients of scale times that sum. */
+double head_block_forward_backward(struct context *context, const struct head_block *block, floatX *dinput,
+                                   const floatX *input, const int *targets, int tokens, double scale);
 
 #endif

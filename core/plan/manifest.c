@@ -20,53 +20,109 @@ static bool is_auto(struct json value) {
     return cJSON_IsString(value.node) && strcmp(value.node->valuestring, "auto") == 0;
 }
 
+/* Words for what both sides recompute, in all layers. */
+static const struct {
+    const char *word;
+    struct recompute meaning;
+} recompute_words[] = {{"none", {ATTENTION_NONE, FFN_NONE, 0}},
+                       {"selective", {ATTENTION_NORMS, FFN_ACTIVATION, 0}},
+                       {"full", {ATTENTION_FULL, FFN_FULL, 0}}};
+
+struct raw_memory {
+    struct memory memory;
+    struct json recompute;
+};
+
 #define PARALLEL_FIELD(name)                                                                                 \
     { #name, JSON_INT, offsetof(struct parallel, name), false, 1, 1 << 20, NULL }
 
-/* Each key of parallel may be left out or "auto" by itself: then that one is searched. */
-static bool read_parallel(struct json value, struct parallel *parallel) {
-    static const struct json_field fields[] = {PARALLEL_FIELD(pp),        PARALLEL_FIELD(vpp),
-                                               PARALLEL_FIELD(ep),        PARALLEL_FIELD(groups),
-                                               PARALLEL_FIELD(attn_gpus), PARALLEL_FIELD(ffn_gpus)};
-    *parallel = (struct parallel){0};
-    if (!value.node || is_auto(value)) return false;
+/* Reads the keys that are not "auto" by themselves, as if the others were not there. */
+static void read_given(struct json value, const struct json_field *fields, int count, void *target) {
     cJSON *copy = cJSON_Duplicate(value.node, true), *next;
     for (cJSON *child = copy->child; child; child = next) {
         next = child->next;
         if (is_auto((struct json){.node = child})) cJSON_Delete(cJSON_DetachItemViaPointer(copy, child));
     }
-    struct json chosen = value;
-    chosen.node = copy;
-    json_read_fields(chosen, fields, COUNT(fields), parallel);
+    struct json given = value;
+    given.node = copy;
+    json_read_fields(given, fields, count, target);
     cJSON_Delete(copy);
-    return true;
 }
 
-static bool read_memory(struct json value, struct memory *memory) {
+/* Whether the manifest gives a key: it is there and not "auto". */
+static bool is_given(struct json value, const char *key) {
+    cJSON *member = cJSON_GetObjectItemCaseSensitive(value.node, key);
+    return member && !is_auto((struct json){.node = member});
+}
+
+static void read_parallel(struct json value, struct parallel *parallel) {
     static const struct json_field fields[] = {
-        {"recompute", JSON_CHOICE, offsetof(struct memory, recompute), false, 0, 0, RECOMPUTE_CHOICES},
-        {"expert_input", JSON_CHOICE, offsetof(struct memory, expert_input), false, 0, 0, INPUT_CHOICES},
-        {"grads", JSON_CHOICE, offsetof(struct memory, grads), false, 0, 0, PRECISION_CHOICES},
-        {"moments", JSON_CHOICE, offsetof(struct memory, moments), false, 0, 0, PRECISION_CHOICES},
-        {"zero", JSON_INT, offsetof(struct memory, zero), false, 0, 3, NULL},
-        {"offload", JSON_BOOL, offsetof(struct memory, offload), false, 0, 0, NULL},
+        PARALLEL_FIELD(pp),        PARALLEL_FIELD(vpp),       PARALLEL_FIELD(ep),
+        PARALLEL_FIELD(groups),    PARALLEL_FIELD(attn_gpus), PARALLEL_FIELD(ffn_gpus),
+        PARALLEL_FIELD(attn_nics), PARALLEL_FIELD(ffn_nics),  PARALLEL_FIELD(cp)};
+    *parallel = (struct parallel){0};
+    if (value.node && !is_auto(value)) read_given(value, fields, COUNT(fields), parallel);
+}
+
+/* One word, or an object of both sides. */
+static void read_recompute(struct json value, struct recompute *recompute) {
+    static const struct json_field fields[] = {
+        {"attention", JSON_CHOICE, offsetof(struct recompute, attention), false, 0, 0, ATTENTION_CHOICES},
+        {"ffn", JSON_CHOICE, offsetof(struct recompute, ffn), false, 0, 0, FFN_CHOICES},
+        {"layers", JSON_INT, offsetof(struct recompute, layers), false, 1, 1 << 20, NULL}};
+    if (!cJSON_IsString(value.node)) {
+        json_read_fields(value, fields, COUNT(fields), recompute);
+        return;
+    }
+    for (size_t i = 0; i < COUNT(recompute_words); i++)
+        if (strcmp(value.node->valuestring, recompute_words[i].word) == 0) {
+            *recompute = recompute_words[i].meaning;
+            return;
+        }
+    json_error(value, "must be one of auto|none|selective|full, or an object of attention, ffn and layers");
+}
+
+const char *recompute_word(struct recompute recompute) {
+    for (size_t i = 0; i < COUNT(recompute_words); i++) {
+        struct recompute meaning = recompute_words[i].meaning;
+        bool nothing = !meaning.attention && !meaning.ffn; /* in how many layers does not matter */
+        if (recompute.attention == meaning.attention && recompute.ffn == meaning.ffn &&
+            (nothing || recompute.layers == 0))
+            return recompute_words[i].word;
+    }
+    return NULL;
+}
+
+/* What of memory is given, and whether it says "auto". */
+static void read_memory(struct json value, struct point *point) {
+    static const struct json_field fields[] = {
+        {"recompute", JSON_VALUE, offsetof(struct raw_memory, recompute), false, 0, 0, NULL},
+        {"expert_input", JSON_CHOICE, offsetof(struct raw_memory, memory.expert_input), false, 0, 0,
+         INPUT_CHOICES},
+        {"grads", JSON_CHOICE, offsetof(struct raw_memory, memory.grads), false, 0, 0, PRECISION_CHOICES},
+        {"moments", JSON_CHOICE, offsetof(struct raw_memory, memory.moments), false, 0, 0, PRECISION_CHOICES},
+        {"zero", JSON_INT, offsetof(struct raw_memory, memory.zero), false, 0, 3, NULL},
+        {"offload", JSON_BOOL, offsetof(struct raw_memory, memory.offload), false, 0, 0, NULL},
     };
-    *memory = (struct memory){0};
-    if (!value.node || is_auto(value)) return false;
-    json_read_fields(value, fields, COUNT(fields), memory);
-    return true;
+    struct raw_memory raw = {0};
+    point->auto_memory = value.node && is_auto(value);
+    if (!value.node || point->auto_memory) return;
+    read_given(value, fields, COUNT(fields), &raw);
+    for (size_t i = 0; i < COUNT(fields); i++)
+        if (is_given(value, fields[i].key)) point->memory_given |= 1 << i; /* in the order of memory_key */
+    /* From the manifest itself: what read_given read of it is gone. */
+    if (raw.recompute.node) read_recompute(json_member(value, "recompute"), &raw.memory.recompute);
+    point->memory = raw.memory;
 }
 
-static bool read_order(struct json value, struct order *order) {
+static void read_order(struct json value, struct order *order) {
     static const struct json_field fields[] = {
-        {"wave", JSON_INT, offsetof(struct order, wave), true, 1, 1 << 20, NULL},
-        {"waves_in_flight", JSON_INT, offsetof(struct order, waves_in_flight), true, 1, 1 << 20, NULL},
+        {"wave", JSON_INT, offsetof(struct order, wave), false, 1, 1 << 20, NULL},
+        {"waves_in_flight", JSON_INT, offsetof(struct order, waves_in_flight), false, 1, 1 << 20, NULL},
         {"prefer", JSON_CHOICE, offsetof(struct order, prefer), false, 0, 0, PREFER_CHOICES},
     };
-    *order = (struct order){.prefer = PREFER_WAVE};
-    if (!value.node || is_auto(value)) return false;
-    json_read_fields(value, fields, COUNT(fields), order);
-    return true;
+    *order = (struct order){.prefer = PREFER_OPEN};
+    if (value.node && !is_auto(value)) read_given(value, fields, COUNT(fields), order);
 }
 
 #define TRAIN_REAL(name, max)                                                                                \
@@ -222,7 +278,8 @@ static void read_systems(struct json value, struct point *point) {
 
 static void read_placement(struct json value, struct point *point) {
     point->auto_placement = value.node && is_auto(value);
-    if (!value.node || point->auto_placement) return;
+    point->placement_given = value.node && !point->auto_placement;
+    if (!point->placement_given) return;
     if (cJSON_IsString(value.node) && strcmp(value.node->valuestring, "split-nodes") == 0)
         point->placement = PLACEMENT_SPLIT;
     else if (cJSON_IsString(value.node) && strcmp(value.node->valuestring, "mixed-nodes") == 0)
@@ -245,6 +302,7 @@ static bool read_point(struct json manifest, const char *label, struct point *po
         RAW(memory, false),
         RAW(order, false),
         RAW(placement, false),
+        {"head", JSON_CHOICE, offsetof(struct raw_point, point.head), false, 0, 0, HEAD_CHOICES},
         RAW(routing, false),
         POINT_INT(seed, false, 0, 2147483647),
         RAW(costs, false),
@@ -271,22 +329,15 @@ static bool read_point(struct json manifest, const char *label, struct point *po
     point->cluster = arena_alloc(manifest.arena, sizeof *point->cluster);
     bool model = is_there(raw.model) && model_read(raw.model, point->model);
     if (is_there(raw.cluster)) cluster_read(raw.cluster, point->cluster);
-    bool parallel = read_parallel(raw.parallel, &point->parallel);
-    bool memory = read_memory(raw.memory, &point->memory);
-    /* Where the layout is given, memory and placement default to fixed values; else they are searched as
-     * well. */
-    point->auto_memory = !memory && (!parallel || raw.memory.node);
-    point->auto_order = !read_order(raw.order, &point->order);
-    if (!raw.placement.node)
-        point->auto_placement = !parallel;
-    else
-        read_placement(raw.placement, point);
+    read_parallel(raw.parallel, &point->parallel);
+    read_memory(raw.memory, point);
+    read_order(raw.order, &point->order);
+    read_placement(raw.placement, point);
     raw.routing.arena = manifest.arena;
     if (model) read_routing(raw.routing, manifest.file, point->model->moe.experts, &point->routing);
     point->table = read_costs(raw.costs);
     raw.train.arena = manifest.arena;
     point->training = read_training(raw.train, manifest.file);
-    if (point->table) point->auto_memory = false; /* memory is not enforced then */
     return manifest.errors->count == before;
 }
 

@@ -91,6 +91,21 @@ int schedule_transfer(struct schedule *schedule, enum kind kind, enum pass pass,
                                   .bytes = bytes});
 }
 
+void schedule_chunk(struct schedule *schedule, int chunk, int chunks) {
+    schedule->ops[schedule->op_count - 1].chunk = (int16_t)chunk;
+    schedule->ops[schedule->op_count - 1].chunks = (int16_t)chunks;
+}
+
+void schedule_gather(struct schedule *schedule, double seconds) {
+    schedule->ops[schedule->op_count - 1].gather = seconds;
+}
+
+void schedule_drop_instant(struct schedule *schedule) {
+    for (int i = 0; i < schedule->op_count; i++)
+        if (operation_is_transfer(&schedule->ops[i]) && schedule->ops[i].duration == 0)
+            schedule->ops[i].lane_count = 0;
+}
+
 void schedule_after(struct schedule *schedule, int on) {
     if (on < 0) return;
     assert(schedule->op_count > 0 && on < schedule->op_count - 1);

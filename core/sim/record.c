@@ -33,13 +33,29 @@ static cJSON *parallel_json(const struct plan *plan) {
     if (parallel->groups) json_add_number(object, "groups", parallel->groups);
     if (parallel->attn_gpus) json_add_number(object, "attn_gpus", parallel->attn_gpus);
     if (parallel->ffn_gpus) json_add_number(object, "ffn_gpus", parallel->ffn_gpus);
+    if (parallel->attn_nics > 0) json_add_number(object, "attn_nics", parallel->attn_nics);
+    if (parallel->ffn_nics > 0) json_add_number(object, "ffn_nics", parallel->ffn_nics);
+    json_add_number(object, "cp", parallel->cp);
     json_add_number(object, "replicas", plan->replicas);
     return object;
 }
 
+/* A word where one says it all. */
+static void add_recompute(cJSON *memory, struct recompute recompute) {
+    const char *word = recompute_word(recompute);
+    if (word) {
+        cJSON_AddStringToObject(memory, "recompute", word);
+        return;
+    }
+    cJSON *object = cJSON_AddObjectToObject(memory, "recompute");
+    add_word(object, "attention", ATTENTION_CHOICES, recompute.attention);
+    add_word(object, "ffn", FFN_CHOICES, recompute.ffn);
+    if (recompute.layers) json_add_number(object, "layers", recompute.layers);
+}
+
 static cJSON *memory_json(const struct memory *memory) {
     cJSON *object = cJSON_CreateObject();
-    add_word(object, "recompute", RECOMPUTE_CHOICES, memory->recompute);
+    add_recompute(object, memory->recompute);
     add_word(object, "expert_input", INPUT_CHOICES, memory->expert_input);
     add_word(object, "grads", PRECISION_CHOICES, memory->grads);
     add_word(object, "moments", PRECISION_CHOICES, memory->moments);
@@ -153,6 +169,9 @@ static const char *const columns[] = {"system",
                                       "parallel.groups",
                                       "parallel.attn_gpus",
                                       "parallel.ffn_gpus",
+                                      "parallel.attn_nics",
+                                      "parallel.ffn_nics",
+                                      "parallel.cp",
                                       "parallel.replicas",
                                       "memory.recompute",
                                       "memory.expert_input",

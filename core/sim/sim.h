@@ -50,9 +50,6 @@ void simulate_plan(const struct system *system, const struct plan *plan, struct 
 bool simulate_before(const struct system *system, const struct plan *plan, double limit,
                      struct result *result, struct schedule **keep_schedule, struct timeline *keep_timeline);
 
-/* GPU bytes a schedule may use; memory is not enforced under a table of costs. */
-double usable_memory(const struct point *point);
-
 /* Makes all open choices. False when the point is impossible for the system: errors say why. A point where
    nothing fits the memory gives feasible false. */
 bool tune_point(const struct system *system, const struct point *point, struct plan *plan, bool *feasible,

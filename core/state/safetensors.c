@@ -6,6 +6,7 @@ experts of a layer: gate_up_proj (E, H, 2 D) with gate and up interleaved, down_
 multiplied from the right; they are unpacked into (out, in) matrices.
 */
 #include "state/safetensors.h"
+#include "state/state.h"
 
 #include <errno.h>
 #include <fcntl.h>

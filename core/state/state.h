@@ -15,9 +15,16 @@ workspace (of that component alone), and state_add_gradients rounds the sum to n
 #define STATE_H
 
 #include "layers/layers.h"
+#include "state/checkpoint.h"
 #include "state/ranks.h"
 
 #include <mpi.h>
+
+#ifdef FLOATX_DOUBLE
+#define MPI_FLOATX MPI_DOUBLE
+#else
+#define MPI_FLOATX MPI_FLOAT
+#endif
 
 struct slice {
     size_t first, count; /* elements of a bucket */
@@ -82,6 +89,8 @@ double state_gradient_squares(const struct state *state);
 /* AdamW on the slices it updates. scale: of the gradients (clipping). */
 void state_update(struct state *state, struct context *context, const struct optimizer *optimizer,
                   int64_t step, double scale);
+/* The optimizer a manifest's training asks for. */
+struct optimizer training_optimizer(const struct training *training);
 /* With ZeRO: gathers updated values. Collective over the holders. */
 void state_gather(struct state *state);
 
@@ -89,5 +98,13 @@ void state_gather(struct state *state);
    layout; whole is used on rank 0 alone. Collective over comm. */
 void state_collect(const struct state *state, MPI_Comm comm, bool gradients, const struct parameters *whole,
                    floatX *array);
+
+/* ---- import ------------------------------------------------------------------------------------------ */
+
+/* Fills values from safetensors files of Qwen3-MoE, GPT-OSS or DeepSeek-MoE, by their own names. A file whose
+   name ends in .index.json stands for those it names, which lie beside it. What is missing, of another shape
+   or not understood is an error that names file and tensor. */
+bool parameters_import(const struct parameters *parameters, floatX *values, const char *const *files,
+                       int file_count, struct errors *errors);
 
 #endif
