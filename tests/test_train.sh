@@ -380,4 +380,16 @@ expect 2 train $qwen3 --system disagmoe --import $golden/model.safetensors
 err_has "$golden/model.safetensors"
 [ "$(grep -vc '^disagmoe: ' "$work/err")" = 0 ] || fail "an error without 'disagmoe: '"
 
+# Shards and an index as transformers saves them; the model with a layer less has no place for that layer.
+sharded=tests/golden/mixtral-1
+expect 0 import $sharded/config.json --output "$work/sharded.json"
+from_shards=(train $qwen3 --set "model=$work/sharded.json" --set seq_len=8 --system disagmoe --steps 1
+             --set 'parallel={"groups":1,"attn_gpus":1,"ffn_gpus":2}' --import $sharded/model.safetensors.index.json)
+expect 0 "${from_shards[@]}" --verify
+err_empty
+expect 2 "${from_shards[@]}" --set model.layers=1
+err_has "model.layers.1.block_sparse_moe.experts.0.w1.weight: the model has no place for this tensor"
+err_has "disagmoe: $sharded/model.safetensors.index.json: 14 more tensors for which the model has no place, 19 in all"
+[ "$(sort "$work/err" | uniq -d)" = '' ] || fail "an error is said more than once"
+
 [ $failures = 0 ] || { echo "$failures failed"; exit 1; }

@@ -2,6 +2,14 @@
 #include "cli/cli.h"
 
 #include <stdlib.h>
+#include <sys/stat.h>
+
+/* By whatever path or link; a device is nobody's alone. */
+static bool is_same_file(const char *a, const char *b) {
+    struct stat first, second;
+    return stat(a, &first) == 0 && stat(b, &second) == 0 && first.st_dev == second.st_dev &&
+           first.st_ino == second.st_ino && !S_ISCHR(first.st_mode);
+}
 
 static int run(int argc, char **argv) {
     const char *file = NULL, *output = NULL;
@@ -11,6 +19,11 @@ static int run(int argc, char **argv) {
         return STATUS_USAGE;
     if (helped) return STATUS_DONE;
     if (is_missing(&verb_import, file, "a config.json")) return STATUS_USAGE;
+    if (output && is_same_file(file, output)) {
+        fprintf(stderr, "disagmoe: import: --output: found %s, the file that is read; any other is allowed\n",
+                output);
+        return STATUS_USAGE;
+    }
     struct errors errors = {0};
     struct arena *arena = arena_new();
     struct model model = {0};
@@ -42,6 +55,7 @@ const struct verb verb_import = {
     .usage = "FILE [--output MODEL.json]",
     .summary = "a HuggingFace config.json becomes a model manifest",
     .help = "  --output FILE  write there instead of to standard output\n"
-            "Families: Qwen3-MoE, GPT-OSS, DeepSeek-MoE, Mixtral.\n",
+            "Families: Qwen3-MoE, GPT-OSS, DeepSeek-MoE, Mixtral. An absent key has what its configuration\n"
+            "class takes for it; what changes the mathematics and cannot be represented is refused.\n",
     .run = run,
 };

@@ -456,7 +456,10 @@ static void try_shapes(struct tuner *tuner) {
             if (settle(tuner, &shape)) queue_push(tuner, shape);
             continue;
         }
+        int64_t before_sims = tuner->simulated;
         try_shape(tuner, &shape);
+        if (getenv("TUNE_DEBUG2")) { struct parallel *q = &shape.plan.parallel; struct memory *mm = &shape.best.memory;
+            fprintf(stderr, "SHAPE p%d m%d n%d cp%d nics %d %d %s r%d mb%d pp%d v%d ep%d bound %.6g sec %.6g ratio %.3f sims %ld lev %d%d/%d in%d order %d %d %d\n", q->groups, q->attn_gpus, q->ffn_gpus, q->cp, q->attn_nics, q->ffn_nics, shape.plan.placement ? "mixed":"split", shape.plan.replicas, shape.plan.micro_batches, q->pp, q->vpp, q->ep, shape.bound, shape.seconds, shape.seconds / shape.bound, (long)(tuner->simulated - before_sims), mm->recompute.attention, mm->recompute.ffn, mm->recompute.layers, mm->expert_input, shape.best.order.wave, shape.best.order.waves_in_flight, shape.best.order.prefer); }
         if (tuner->tried_count == tuner->tried_capacity) {
             tuner->tried_capacity = tuner->tried_capacity ? 2 * tuner->tried_capacity : 64;
             tuner->tried = must_realloc(tuner->tried, (size_t)tuner->tried_capacity * sizeof *tuner->tried);
