@@ -115,6 +115,18 @@ if ! $sanitize; then
     out_has "DIFFERS"
 fi
 
+# What per_system sets holds for its system alone, and the run's record says what is swept.
+if ! $sanitize; then
+    expect 0 train $qwen3 --steps 1 --json --set per_system.megatron.parallel.pp=4 --set per_system.megatron.parallel.vpp=1 \
+        --set per_system.disagmoe.train.learning_rate=0.5 --set 'sweep={"seq_len":[64]}'
+    json '
+runs = {r["system"]: r for r in rows(sys.argv[1]) if "parallel" in r}
+assert runs["megatron"]["parallel"]["pp"] == 4 and list(runs) == ["megatron", "disagmoe"]
+assert all(list(r)[0] == "swept" and r["swept"] == {"seq_len": 64} for r in runs.values())
+rates = {s["system"]: s["learning_rate"] for s in steps(sys.argv[1])}
+assert rates["disagmoe"] > 10 * rates["megatron"], rates' "$work/out"
+fi
+
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 if ! $sanitize; then
@@ -299,7 +311,7 @@ same(known, steps(sys.argv[2])[:len(known)])
 ' "$work/lines" "$work/out" $step
 fi
 
-for signal in TERM INT; do
+for signal in TERM INT HUP; do
     interrupted launcher $signal 2 "$disagmoe" train $qwen3 --steps 1000
     err_is_one_line
     err_matches "^disagmoe: train: ended by signal [0-9]+ in step [0-9]+;"
@@ -309,6 +321,8 @@ if ! $sanitize; then
     interrupted 5 KILL 2 "${mpi[@]}" 8 "$disagmoe" train $qwen3 --steps 1000
     err_matches "^disagmoe: train: rank [01]: ended by signal 15 in step [0-9]+$"
     [ "$(grep -c '^disagmoe: ' "$work/err")" -le 2 ] || fail "every rank reports the end of another"
+    interrupted 0 HUP 2 "${mpi[@]}" 8 "$disagmoe" train $qwen3 --steps 1000
+    err_matches "^disagmoe: train: rank 0: ended by signal 1 in step [0-9]+$"
 fi
 
 expect 1 train $qwen3 --system megatron --set train.learning_rate=1e30 --checkpoint "$work/nan" --json

@@ -2,14 +2,6 @@
 #include "cli/cli.h"
 
 #include <stdlib.h>
-#include <sys/stat.h>
-
-/* By whatever path or link; a device is nobody's alone. */
-static bool is_same_file(const char *a, const char *b) {
-    struct stat first, second;
-    return stat(a, &first) == 0 && stat(b, &second) == 0 && first.st_dev == second.st_dev &&
-           first.st_ino == second.st_ino && !S_ISCHR(first.st_mode);
-}
 
 static int run(int argc, char **argv) {
     const char *file = NULL, *output = NULL;

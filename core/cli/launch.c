@@ -554,9 +554,11 @@ void launch_join(int rank) {
     self.says = launch_run() < 0 && rank < 2;
     self.length =
         (size_t)snprintf(self.line, sizeof self.line, "disagmoe: train: rank %d: ended by signal ", rank);
-    struct sigaction end = {.sa_handler = on_signal}, ignore = {.sa_handler = SIG_IGN};
+    struct sigaction end = {.sa_handler = on_signal}, ignore = {.sa_handler = SIG_IGN}, old;
+    sigaction(SIGHUP, NULL, &old);
     sigaction(SIGTERM, &end, NULL);
     sigaction(SIGINT, &end, NULL);
+    if (old.sa_handler != SIG_IGN) sigaction(SIGHUP, &end, NULL); /* nohup */
     sigaction(SIGXFSZ, &ignore, NULL);
 }
 
@@ -569,5 +571,6 @@ void launch_leave(void) {
     struct sigaction ignore = {.sa_handler = SIG_IGN};
     sigaction(SIGTERM, &ignore, NULL);
     sigaction(SIGINT, &ignore, NULL);
+    sigaction(SIGHUP, &ignore, NULL);
     __atomic_store_n(&self.slot->ended, 1, __ATOMIC_RELAXED);
 }

@@ -41,9 +41,9 @@ enum launch_end launch_ranks(const struct launch *launch);
 
 /* The run the launcher asks for; −1: no launcher, all of them. */
 int launch_run(void);
-/* After MPI_Init: joins the board when there is a launcher. From here on SIGTERM and SIGINT end this rank
-   with status 1 (the first two ranks without a launcher say in which step), and a file that grows beyond its
-   limit is an error of writing. */
+/* After MPI_Init: joins the board when there is a launcher. From here on SIGTERM, SIGINT and SIGHUP end this
+   rank with status 1 (the first two ranks without a launcher say in which step), and a file that grows beyond
+   its limit is an error of writing. */
 void launch_join(int rank);
 void launch_step(int64_t step); /* this rank is in this step now */
 void launch_leave(void);        /* this rank ends as it should */

@@ -79,7 +79,7 @@ static bool take_tolerance(struct train *train, const char *text) {
     if (!text) return true;
     char *end;
     train->tolerance = strtod(text, &end);
-    if (end != text && !*end && train->tolerance >= 0) return true;
+    if (end != text && !*end && isfinite(train->tolerance) && train->tolerance >= 0) return true;
     fprintf(stderr, "disagmoe: train: --tolerance: a number from 0 on is needed, found %s\n", text);
     return false;
 }
@@ -131,14 +131,19 @@ struct runs {
 
 /* The manifest with what the command line changes. */
 static bool load(struct train *train, struct errors *errors) {
-    if (!load_experiment(&train->options, &train->experiment, errors)) return false;
-    for (int i = 0; i < train->experiment.point_count; i++) {
-        struct point *point = &train->experiment.points[i];
-        point->model->dtype = OWN_DTYPE;
-        if (train->steps) point->training.steps = train->steps;
-        if (train->data) point->training.data = train->data;
-    }
-    return true;
+    const struct output outputs[] = {{"--jsonl", train->options.jsonl}, {"--trace", train->options.trace}};
+    struct experiment *experiment = &train->experiment;
+    if (!load_experiment(&train->options, experiment, errors)) return false;
+    for (int i = 0; i < experiment->point_count; i++)
+        for (int k = -1; k < experiment->points[i].system_count; k++) {
+            struct point *point = k < 0 ? &experiment->points[i] : experiment->points[i].variants[k];
+            point->model->dtype = OWN_DTYPE;
+            if (train->steps) point->training.steps = train->steps;
+            if (train->data) point->training.data = train->data;
+        }
+    int before = errors->count;
+    check_outputs(outputs, COUNT(outputs), experiment, errors);
+    return errors->count == before;
 }
 
 static struct runs list_runs(const struct train *train) {
@@ -150,8 +155,8 @@ static struct runs list_runs(const struct train *train) {
     struct run *run = runs.list;
     for (int i = 0; i < experiment->point_count; i++)
         for (int k = train->reference ? -1 : 0; k < experiment->points[i].system_count; k++, run++) {
-            run->point = &experiment->points[i];
-            run->system = k < 0 ? &single_process : system_named(run->point->systems[k]);
+            run->point = k < 0 ? &experiment->points[i] : experiment->points[i].variants[k];
+            run->system = k < 0 ? &single_process : system_named(experiment->points[i].systems[k]);
             run->name = experiment->point_count > 1
                             ? arena_printf(train->arena, "%s-%d", run->system->name, i)
                             : run->system->name;

@@ -3,6 +3,7 @@ From a manifest to a plan: what is run, who holds what, what each operation cost
 
 Concepts
 - An experiment is a manifest; a sweep makes several points of it. A point still has choices marked "auto".
+- A point's systems run the same, but for what per_system sets: then a system has a variant of the point.
 - A plan is one point for one system with every choice made. One data-parallel replica of it is a schedule.
 - A system (struct system) is a way of ordering work: one readable file that enumerates its layouts and builds
 its schedule. It sees model, cluster, plan and schedule, never an executor.
@@ -102,6 +103,13 @@ const char *recompute_word(struct recompute recompute);
 
 /* ---- points ------------------------------------------------------------------------------------------ */
 
+/* What a sweep sets at a point. */
+struct swept {
+    const char *path;  /* "cluster.nodes" */
+    const char *value; /* JSON text, as the manifest gives it: a path of a model stays a path */
+    int number;        /* of the value in its list, from 0 */
+};
+
 struct point {
     const char *name; /* of the manifest */
     struct model *model;
@@ -123,21 +131,29 @@ struct point {
     int seed;
     struct cost_table *table; /* NULL: the cost model */
     struct training training;
+    int index;         /* in the experiment; a system's variant has its point's */
     const char *label; /* "seq_len=4096 cluster.nodes=8": the sweep's values here; "" without a sweep */
+    const struct swept *swept; /* the same, in the manifest's order; every point has the same paths */
+    int swept_count;
+    const char *own; /* JSON text of what per_system sets for the one system this is for; NULL: nothing */
+    struct point **variants; /* of each of the systems: what it runs, this point itself where per_system sets
+                                nothing */
 };
 
 struct experiment {
     const char *file;
     struct point *points;
     int point_count;
+    const char **files; /* that were read: the manifest, models, clusters */
+    int file_count;
     struct arena *arena;
 };
 
 struct override {
     const char *path, *value; /* from --set path=value; value is JSON, or else taken as a text */
 };
-/* Reads a manifest with all it refers to, applies overrides, expands the sweep. System names are checked by
-   the caller, who has the registry. False when errors were added. */
+/* Reads a manifest with all it refers to, applies overrides, expands the sweep and per_system. System names
+   are checked by the caller, who has the registry. False when errors were added. */
 bool experiment_read(const char *file, const struct override *overrides, int override_count,
                      struct experiment *experiment, struct errors *errors);
 /* The same from a text that stands for `file`: paths in it are relative to that file's folder. */
