@@ -616,6 +616,7 @@ static void refine(struct tuner *tuner, struct shape *shape) {
 
 static void search(struct tuner *tuner) {
     tuner->estimate = INFINITY;
+    tuner->explored_count = 0;
     explore_shapes(tuner);
     qsort(tuner->explored, (size_t)tuner->explored_count, sizeof *tuner->explored, by_estimate);
     for (int i = 0; i < tuner->explored_count && i < FINALISTS; i++)
@@ -661,6 +662,7 @@ bool tune_point(const struct system *system, const struct point *point, struct p
         search(&tuner);
         if (!tuner.found && !tuner.space.searches_memory) { /* what is given runs as given */
             tuner.space.usable = INFINITY;
+            tuner.queue_count = 0;
             list_shapes(&tuner, layouts, count);
             search(&tuner);
         }
