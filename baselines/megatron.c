@@ -505,8 +505,8 @@ static double backward_bytes(const struct layout *layout, int layer) {
     return fmax(ffn, attention);
 }
 
-static struct bound bound(const struct plan *plan) {
-    struct layout *layout = layout_new(plan);
+static struct bound bound_of(const struct layout *layout) {
+    const struct plan *plan = layout->plan;
     struct bound bound = {0};
     double before = 0; /* forward and backward through the chunks ahead of a stage's first one */
     for (int stage = 0; stage < layout->pp; stage++) {
@@ -536,7 +536,6 @@ static struct bound bound(const struct plan *plan) {
         bound.bytes = fmax(bound.bytes, bytes);
         before += first;
     }
-    arena_free(layout->arena);
     return bound;
 }
 
@@ -544,8 +543,10 @@ static int groups(const struct plan *plan) {
     return plan->parallel.pp;
 }
 
-static void needs(const struct plan *plan, const struct memory *states, int count, struct need *needs) {
+static struct bound needs(const struct plan *plan, const struct memory *states, int count,
+                          struct need *needs) {
     struct layout *layout = layout_new(plan);
+    struct bound bound = bound_of(layout);
     struct plan with_state = *plan;
     layout->plan = &with_state;
     for (int i = 0; i < count; i++, needs += layout->pp) {
@@ -562,6 +563,7 @@ static void needs(const struct plan *plan, const struct memory *states, int coun
         }
     }
     arena_free(layout->arena);
+    return bound;
 }
 
 const struct system megatron = {
@@ -573,7 +575,6 @@ const struct system megatron = {
     .is_whole = is_whole,
     .layouts = layouts,
     .size = size,
-    .bound = bound,
     .groups = groups,
     .needs = needs,
     .build = build,

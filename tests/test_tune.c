@@ -111,7 +111,7 @@ struct hunt {
 };
 
 static void try_state(struct hunt *hunt, struct plan plan) {
-    struct bound bound = hunt->system->bound(&plan);
+    struct bound bound = plan_bound(hunt->system, &plan);
     double usable = plan_usable_memory(hunt->point), limit = hunt->best * plan.sequences;
     struct result result;
     if (bound.seconds >= limit || bound.bytes > usable) return;
@@ -141,8 +141,8 @@ static void try_orders(struct hunt *hunt, struct plan plan) {
     if (!hunt->system->searches_order) try_states(hunt, plan);
     for (int wave = 1; wave <= all && hunt->system->searches_order; wave++)
         for (int waves = 1; wave * (waves - 1) < all; waves++)
-            for (int policy = 0; policy < 2 * PREFER_COUNT; policy++) {
-                plan.order = (struct order){wave, waves, policy / 2, policy % 2};
+            for (int policy = 0; policy < 4 * PREFER_COUNT; policy++) {
+                plan.order = (struct order){wave, waves, policy / 4, policy / 2 % 2, policy % 2};
                 try_states(hunt, plan);
             }
 }
@@ -176,13 +176,15 @@ static struct hunt exhaust(const struct system *system, const struct point *poin
     return hunt;
 }
 
-/* Seconds per sequence of the tuned plan; INFINITY where nothing fits. */
+/* Seconds per sequence of the tuned plan; INFINITY where nothing fits, or a ring has too few GPUs. */
 static double tuned(const struct system *system, const struct point *point, struct plan *plan) {
     struct errors errors = {0};
     bool feasible = false;
     struct result result;
-    if (!tune_point(system, point, plan, &feasible, &errors)) fail_msg("%s", errors.messages[0]);
-    if (!feasible) return INFINITY;
+    bool possible = tune_point(system, point, plan, &feasible, &errors);
+    if (!possible && cluster_gpus(point->cluster) > 1) fail_msg("%s", errors.messages[0]);
+    errors_free(&errors);
+    if (!possible || !feasible) return INFINITY;
     simulate_plan(system, plan, &result, NULL, NULL);
     assert_false(result.oom);
     return result.step_time / plan->sequences;
@@ -193,11 +195,12 @@ static void describe(const char *what, const struct plan *plan, double seconds) 
     const struct memory *m = &plan->memory;
     print_message(
         "  %s: %.6g s, pp%d v%d ep%d p%d %d+%d cp%d nics %d+%d %s, recompute %d %d in %d, input %d, "
-        "zero %d, moments %d, order %d x %d %d, %d micro-batches\n",
+        "zero %d, moments %d, order %d x %d %d %d %d, %d micro-batches\n",
         what, seconds, p->pp, p->vpp, p->ep, p->groups, p->attn_gpus, p->ffn_gpus, p->cp, p->attn_nics,
         p->ffn_nics, plan->placement ? "mixed" : "split", m->recompute.attention, m->recompute.ffn,
         m->recompute.layers, m->expert_input, m->zero, m->moments, plan->order.wave,
-        plan->order.waves_in_flight, plan->order.prefer, plan->micro_batches);
+        plan->order.waves_in_flight, plan->order.prefer, plan->order.patient, plan->order.justified,
+        plan->micro_batches);
 }
 
 static void test_tuned_plans_are_near_the_best(void **state) {
@@ -230,9 +233,62 @@ static void test_tuned_plans_are_near_the_best(void **state) {
     assert_int_equal(off, 0);
 }
 
+/* ---- a better point is no slower --------------------------------------------------------------------- */
+
+/* Makes one thing of a cluster better by a factor. */
+static const char *improve(struct rng *rng, struct cluster *cluster, double *factor) {
+    static const struct {
+        const char *what;
+        enum rate rates[3];
+    } choices[] = {{"memory", {RATE_COUNT}},
+                   {"NICs", {RATE_NIC_EXCHANGE, RATE_NIC_REDUCE, RATE_COUNT}},
+                   {"NVLink", {RATE_NVLINK_EXCHANGE, RATE_NVLINK_REDUCE, RATE_COUNT}},
+                   {"matrix products", {RATE_GEMM, RATE_HEAD_GEMM, RATE_GROUPED_GEMM}},
+                   {"attention", {RATE_CORE_FORWARD, RATE_CORE_BACKWARD, RATE_COUNT}},
+                   {"HBM", {RATE_HBM, RATE_COUNT}}};
+    int choice = rng_below(rng, (int)COUNT(choices));
+    *factor = 1 + pow(10, -2.5 + 2 * rng_uniform(rng)); /* 1.003 to 1.3 */
+    if (choice == 0) cluster->gpu.memory_bytes *= *factor;
+    for (int i = 0; i < 3 && choices[choice].rates[i] != RATE_COUNT; i++)
+        cluster->rates[choices[choice].rates[i]] *= *factor;
+    return choices[choice].what;
+}
+
+static void test_better_points_are_no_slower(void **state) {
+    (void)state;
+    struct rng rng = rng_seed(SEED + 1);
+    int count = cases(24, 600), off = 0;
+    double worst = 1;
+    for (int i = 0; i < count; i++) {
+        struct experiment experiment = random_point(&rng, 12, 8, 16);
+        struct point better = experiment.points[0];
+        struct cluster cluster = *better.cluster;
+        double factor;
+        const char *what = improve(&rng, &cluster, &factor);
+        better.cluster = &cluster;
+        for (int k = 0; k < better.system_count; k++) {
+            const struct system *system = system_named(better.systems[k]);
+            struct plan plan, after;
+            double before = tuned(system, &experiment.points[0], &plan), now = tuned(system, &better, &after);
+            if (now == INFINITY && before == INFINITY) continue;
+            worst = fmax(worst, now / before);
+            if (now <= LATER * before) continue;
+            off++;
+            print_message("case %d, %s: %s %.4f times better, %.4f times slower\n", i, system->name, what,
+                          factor, now / before);
+            describe("before", &plan, before);
+            describe("after ", &after, now);
+        }
+        experiment_free(&experiment);
+    }
+    print_message("%d points, both systems: at most %.4f times slower\n", count, worst);
+    assert_int_equal(off, 0);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tuned_plans_are_near_the_best),
+        cmocka_unit_test(test_better_points_are_no_slower),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -275,8 +275,8 @@ static double busiest_lane(struct load load) {
     return fmax(fmax(fmax(load.a, load.f), fmax(load.a_send, load.a_recv)), fmax(load.f_send, load.f_recv));
 }
 
-static struct bound bound(const struct plan *plan) {
-    struct ring *ring = ring_new(plan);
+static struct bound bound_of(const struct ring *ring) {
+    const struct plan *plan = ring->plan;
     struct trip trip = trip_of(ring);
     struct bound bound = {.busy = trip.whole};
     int last = ring->layers - 1;
@@ -298,12 +298,11 @@ static struct bound bound(const struct plan *plan) {
         double way = trip.due[g] + trip.whole - trip.attention_back[g];
         if (g > 0) way -= ring->cost[g - 1].combine.seconds;
         bound.busy = fmax(bound.busy, way + busiest_lane(load) * plan->micro_batches);
-        bound.seconds = fmax(bound.seconds, bound.busy);
-        bound.seconds = fmax(bound.seconds, memory_seconds(ring, a, a_static));
-        bound.seconds = fmax(bound.seconds, memory_seconds(ring, f, f_static));
+        bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, a, a_static));
+        bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, f, f_static));
         bound.bytes = fmax(bound.bytes, fmax(a_static + a.bytes, f_static + f.bytes));
     }
-    ring_free(ring);
+    bound.seconds = fmax(bound.busy, bound.memory_seconds);
     return bound;
 }
 
@@ -341,8 +340,10 @@ static int groups(const struct plan *plan) {
     return 2 * plan->parallel.groups;
 }
 
-static void needs(const struct plan *plan, const struct memory *states, int count, struct need *needs) {
+static struct bound needs(const struct plan *plan, const struct memory *states, int count,
+                          struct need *needs) {
     struct ring *ring = ring_new(plan);
+    struct bound bound = bound_of(ring);
     struct plan with_state = *plan;
     int p = ring->p;
     ring->plan = &with_state;
@@ -362,6 +363,7 @@ static void needs(const struct plan *plan, const struct memory *states, int coun
         }
     }
     ring_free(ring);
+    return bound;
 }
 
 const struct system disagmoe = {
@@ -377,7 +379,6 @@ const struct system disagmoe = {
     .size = size,
     .settle = settle,
     .outline = outline,
-    .bound = bound,
     .groups = groups,
     .needs = needs,
     .build = ring_schedule,

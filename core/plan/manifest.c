@@ -117,7 +117,7 @@ static void read_memory(struct json value, struct point *point) {
 
 struct raw_order {
     struct order order; /* first: its fields' offsets are those in it */
-    bool patient;
+    bool patient, justified;
 };
 
 static void read_order(struct json value, struct order *order) {
@@ -126,12 +126,14 @@ static void read_order(struct json value, struct order *order) {
         {"waves_in_flight", JSON_INT, offsetof(struct order, waves_in_flight), false, 1, 1 << 20, NULL},
         {"prefer", JSON_CHOICE, offsetof(struct order, prefer), false, 0, 0, PREFER_CHOICES},
         {"patient", JSON_BOOL, offsetof(struct raw_order, patient), false, 0, 0, NULL},
+        {"justified", JSON_BOOL, offsetof(struct raw_order, justified), false, 0, 0, NULL},
     };
     struct raw_order raw = {.order = {.prefer = PREFER_OPEN}};
     bool given = value.node && !is_auto(value);
     if (given) read_given(value, fields, COUNT(fields), &raw);
     *order = raw.order;
-    order->patient = given && is_given(value, "patient") ? raw.patient : PATIENT_OPEN;
+    order->patient = given && is_given(value, "patient") ? raw.patient : FLAG_OPEN;
+    order->justified = given && is_given(value, "justified") ? raw.justified : FLAG_OPEN;
 }
 
 #define TRAIN_REAL(name, max)                                                                                \

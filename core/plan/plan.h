@@ -66,9 +66,10 @@ struct order {
     int wave;            /* micro-batches that travel together; 0: to be chosen */
     int waves_in_flight; /* 0: to be chosen */
     int prefer;          /* PREFER_OPEN: to be chosen */
-    int patient;         /* whether a lane waits for its most urgent ready operation; PATIENT_OPEN */
+    int patient;         /* whether a lane waits for its most urgent ready operation; FLAG_OPEN */
+    int justified;       /* whether the order found is improved by justification; FLAG_OPEN */
 };
-#define PATIENT_OPEN (-1)
+#define FLAG_OPEN (-1)
 
 enum placement { PLACEMENT_SPLIT, PLACEMENT_MIXED };
 #define PLACEMENT_CHOICES "split-nodes|mixed-nodes"
@@ -329,7 +330,8 @@ enum executor { EXECUTOR_SIMULATOR = 1, EXECUTOR_CPU = 2, EXECUTOR_CUDA = 4, EXE
 struct bound {
     double seconds; /* no step is shorter, whatever moments, zero and offload: the step's end is left out */
     double busy;    /* the same by what its lanes have to do, whatever the memory */
-    double bytes;   /* no GPU of the busiest group holds less: static bytes and what any order must keep */
+    double memory_seconds; /* the same by the memory that each micro-batch takes, and for how long */
+    double bytes; /* no GPU of the busiest group holds less: static bytes and what any order must keep */
 };
 
 /* What a group's GPU holds all step long, what ends its step, what a micro-batch keeps on it between its
@@ -357,15 +359,19 @@ struct system {
     bool (*size)(struct plan *plan, struct errors *errors);
     /* Fills what is computed and not searched. NULL: nothing is. Behind size; errors as there. */
     bool (*settle)(struct plan *plan, struct errors *errors);
-    /* A bound that needs nothing settled; NULL: bound itself is as quick. */
+    /* A bound that needs nothing settled; NULL: there is none. */
     struct bound (*outline)(const struct plan *plan);
-    struct bound (*bound)(const struct plan *plan);
     /* Groups of the schedule. */
     int (*groups)(const struct plan *plan);
     /* needs (count, groups): of each group, in the schedule's order, with each of the `count` states of
-       gradients, moments, ZeRO and offload in place of the plan's. */
-    void (*needs)(const struct plan *plan, const struct memory *states, int count, struct need *needs);
+       gradients, moments, ZeRO and offload in place of the plan's. Returns the plan's bound. */
+    struct bound (*needs)(const struct plan *plan, const struct memory *states, int count,
+                          struct need *needs);
     struct schedule *(*build)(const struct plan *plan);
 };
+
+static inline struct bound plan_bound(const struct system *system, const struct plan *plan) {
+    return system->needs(plan, NULL, 0, NULL);
+}
 
 #endif

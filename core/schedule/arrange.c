@@ -354,11 +354,7 @@ static void forget_order(struct arranger *a) {
         if (!schedule->lanes[lane].given) schedule->lanes[lane].count = a->lane_done[lane];
 }
 
-bool schedule_arrange(struct schedule *schedule, struct timeline *timeline) {
-    return schedule_arrange_before(schedule, INFINITY, timeline);
-}
-
-bool schedule_arrange_before(struct schedule *schedule, double limit, struct timeline *timeline) {
+bool schedule_arrange_once(struct schedule *schedule, double limit, struct timeline *timeline) {
     if (!order_is_whole(schedule)) return false;
     struct arranger a = {.schedule = schedule, .timeline = timeline, .limit = limit};
     prepare(&a);

@@ -113,7 +113,8 @@ struct schedule {
     int *sequence; /* all operations in an order in which they may be executed, once arranged */
     int *ended;    /* in the order in which the list-scheduler saw them end; NULL before */
     int layers, micro_batches;
-    bool patient; /* the list-scheduler keeps a lane free for its most urgent ready operation */
+    bool patient;   /* the list-scheduler keeps a lane free for its most urgent ready operation */
+    bool justified; /* the order it finds is improved by justification; no lane has a given order then */
     struct arena *arena;
 };
 
@@ -181,6 +182,8 @@ bool schedule_arrange(struct schedule *schedule, struct timeline *timeline);
 /* The same, but gives up (false, no order recorded) as soon as some lane cannot end before `limit` seconds.
  */
 bool schedule_arrange_before(struct schedule *schedule, double limit, struct timeline *timeline);
+/* One pass alone: no justification. */
+bool schedule_arrange_once(struct schedule *schedule, double limit, struct timeline *timeline);
 
 /* Recomputes start and end from orders and dependencies alone. False when they contain a cycle. */
 bool schedule_replay(struct schedule *schedule, struct timeline *timeline);

@@ -71,6 +71,7 @@ static cJSON *order_json(const struct result *result) {
     json_add_number(object, "waves_in_flight", result->plan.order.waves_in_flight);
     add_word(object, "prefer", PREFER_CHOICES, result->plan.order.prefer);
     cJSON_AddBoolToObject(object, "patient", result->plan.order.patient);
+    cJSON_AddBoolToObject(object, "justified", result->plan.order.justified);
     return object;
 }
 
@@ -184,6 +185,7 @@ static const char *const columns[] = {"system",
                                       "order.waves_in_flight",
                                       "order.prefer",
                                       "order.patient",
+                                      "order.justified",
                                       "placement",
                                       "step_time_s",
                                       "tokens_per_s",

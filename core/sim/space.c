@@ -42,19 +42,22 @@ struct space space_of(const struct system *system, const struct point *point) {
     space.wave_open = system->searches_order && !point->order.wave;
     space.waves_open = system->searches_order && !point->order.waves_in_flight;
     space.prefer_open = system->searches_order && point->order.prefer == PREFER_OPEN;
-    space.patient_open = system->searches_order && point->order.patient == PATIENT_OPEN;
-    space.order_open = space.wave_open || space.waves_open || space.prefer_open || space.patient_open;
+    space.patient_open = system->searches_order && point->order.patient == FLAG_OPEN;
+    space.justified_open = system->searches_order && point->order.justified == FLAG_OPEN;
+    space.order_open = space.wave_open || space.waves_open || space.prefer_open || space.patient_open ||
+                       space.justified_open;
     list_states(&space, open);
     list_levers(&space, open);
     return space;
 }
 
-struct order space_order(const struct space *space, int wave, int waves, int prefer, int patient) {
+struct order space_order(const struct space *space, int wave, int waves, int policy) {
     struct order order = space->point->order;
     if (space->wave_open) order.wave = wave;
     if (space->waves_open) order.waves_in_flight = waves;
-    if (space->prefer_open) order.prefer = prefer;
-    if (space->patient_open) order.patient = patient;
+    if (space->prefer_open) order.prefer = policy / 4;
+    if (space->patient_open) order.patient = policy / 2 % 2;
+    if (space->justified_open) order.justified = policy % 2;
     return order;
 }
 

@@ -25,7 +25,7 @@ struct space {
     bool placement_open;
     bool layers_open; /* in how many layers the levers recompute */
     bool order_open;  /* any of the next ones */
-    bool wave_open, waves_open, prefer_open, patient_open;
+    bool wave_open, waves_open, prefer_open, patient_open, justified_open;
     struct memory states[MAX_STATES]; /* the least intrusive first, the leanest last */
     struct memory levers[MAX_LEVERS]; /* in all layers; the one that recomputes least first */
     int state_count, lever_count;
@@ -33,13 +33,13 @@ struct space {
 
 struct space space_of(const struct system *system, const struct point *point);
 
-/* An order with what is given in place of what is not open. */
-struct order space_order(const struct space *space, int wave, int waves, int prefer, int patient);
-#define POLICIES (2 * PREFER_COUNT)
-/* Number `policy` of the combinations of prefer and patient. */
-static inline struct order space_policy(const struct space *space, int wave, int waves, int policy) {
-    return space_order(space, wave, waves, policy / 2, policy % 2);
+/* A policy is what an order says beside its numbers: prefer, patient, justified. */
+#define POLICIES (4 * PREFER_COUNT)
+static inline int policy_of(enum prefer prefer, bool patient, bool justified) {
+    return 4 * (int)prefer + 2 * patient + justified;
 }
+/* An order with what is given in place of what is not open. */
+struct order space_order(const struct space *space, int wave, int waves, int policy);
 
 /* Levers with the leanest state. */
 struct memory space_leanest(const struct space *space, struct memory levers);

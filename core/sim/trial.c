@@ -20,11 +20,19 @@ struct entry {
     struct entry *next; /* in its place */
     struct levers_key key;
     struct known known;
+    struct tried *tried; /* orders that were tried with it */
+};
+struct tried {
+    struct tried *next;
+    struct order order;
+    double load;
 };
 
 #define PLACES 4096
 #define MOST_REMEMBERED 20000
 #define PRICING 300 /* operations that pricing a plan counts as */
+#define FLATTERY                                                                                             \
+    1.005 /* a short step may be this much slower than the whole one; in a fixed order it is not */
 
 struct memo {
     struct entry *places[PLACES];
@@ -48,9 +56,9 @@ static struct known learn(struct trials *trials, const struct plan *plan) {
     struct plan lean = *plan;
     int groups = space->system->groups(plan), states = space->state_count;
     lean.memory = space_leanest(space, plan->memory);
-    struct known known = {.groups = groups, .bound = space->system->bound(&lean)};
     struct need *needs = must_alloc((size_t)(groups * states) * sizeof *needs);
-    space->system->needs(&lean, space->states, states, needs);
+    struct known known = {.groups = groups,
+                          .bound = space->system->needs(&lean, space->states, states, needs)};
     known.kept = must_alloc((size_t)(2 * groups + groups * states + states) * sizeof(double));
     known.backward = known.kept + groups;
     known.static_bytes = known.backward + groups;
@@ -65,26 +73,34 @@ static struct known learn(struct trials *trials, const struct plan *plan) {
         known.end[i / groups] = fmax(known.end[i / groups], end.grad_sync + end.optimizer + end.param_gather);
     }
     free(needs);
-    trials->operations += 2 * PRICING;
+    trials->operations += PRICING;
     return known;
 }
 
-const struct known *known_of(struct trials *trials, const struct plan *plan) {
+static struct entry *entry_of(struct trials *trials, const struct plan *plan) {
     struct levers_key key = key_of(plan);
     struct entry **place = &trials->memo->places[place_of(key)];
     for (struct entry *entry = *place; entry; entry = entry->next)
-        if (memcmp(&entry->key, &key, sizeof key) == 0) return &entry->known;
+        if (memcmp(&entry->key, &key, sizeof key) == 0) return entry;
     struct entry *entry = must_alloc(sizeof *entry);
-    *entry = (struct entry){*place, key, learn(trials, plan)};
+    *entry = (struct entry){*place, key, learn(trials, plan), NULL};
     *place = entry;
     trials->memo->count++;
-    return &entry->known;
+    return entry;
+}
+
+const struct known *known_of(struct trials *trials, const struct plan *plan) {
+    return &entry_of(trials, plan)->known;
 }
 
 static void forget(struct memo *memo) {
     for (int i = 0; i < PLACES; i++)
         for (struct entry *entry = memo->places[i], *next; entry; entry = next) {
             next = entry->next;
+            for (struct tried *tried = entry->tried, *after; tried; tried = after) {
+                after = tried->next;
+                free(tried);
+            }
             free(entry->known.kept);
             free(entry);
         }
@@ -93,6 +109,10 @@ static void forget(struct memo *memo) {
 
 void memo_trim(struct trials *trials) {
     if (trials->memo->count > MOST_REMEMBERED) forget(trials->memo);
+}
+
+void memo_clear(struct trials *trials) {
+    forget(trials->memo);
 }
 
 const double *lean_bytes(const struct trials *trials, const struct known *known) {
@@ -171,6 +191,37 @@ static int short_step(const struct plan *plan) {
     return enough < plan->micro_batches / 4 * 3 ? enough : plan->micro_batches;
 }
 
+/* ---- thin models ------------------------------------------------------------------------------------- */
+
+/* A ring's step is a round that repeats: with fewer layers, and as much less of everything else, it shows the
+   same at a fraction of the work. */
+#define THIN_LAYERS 24
+
+/* Layers of a thin model whose groups are as uneven and whose windows alternate as in the real one. */
+static int thin_layers(const struct trials *trials, const struct plan *plan) {
+    const struct model *model = plan->point->model;
+    int round = 2 * plan->parallel.groups, least = THIN_LAYERS;
+    if (!trials->space->order_open || model->moe.dense_layers) return model->layers;
+    if (least < 4 * plan->parallel.groups) least = 4 * plan->parallel.groups;
+    int rounds = (model->layers - least) / round;
+    return rounds > 0 ? model->layers - rounds * round : model->layers;
+}
+
+/* The plan on a thin model; point and model are the caller's, and stay. */
+static struct plan thin_plan(const struct plan *plan, int layers, struct point *point, struct model *model) {
+    struct plan thin = *plan;
+    double part = (double)layers / plan->point->model->layers;
+    *point = *plan->point;
+    *model = *plan->point->model;
+    point->model = model;
+    thin.point = point;
+    model->layers = layers;
+    model->vocab = (int)ceil(model->vocab * part);
+    struct recompute *recompute = &thin.memory.recompute;
+    if (recompute->layers) recompute->layers = (int)fmax(1, round(recompute->layers * part));
+    return thin;
+}
+
 /* ---- trials ------------------------------------------------------------------------------------------ */
 
 static void read_activations(struct trials *trials, const struct schedule *schedule,
@@ -194,7 +245,7 @@ static double seconds_of(struct trials *trials, const struct plan *plan, int mic
     shorter.micro_batches = micro_batches;
     struct schedule *schedule = trials->space->system->build(&shorter);
     schedule_drop_instant(schedule);
-    trials->operations += schedule->op_count;
+    trials->operations += (schedule->justified ? 3 : 1) * schedule->op_count;
     double seconds = INFINITY;
     if (schedule_arrange_before(schedule, rest ? INFINITY : limit, &timeline)) {
         seconds = timeline.makespan;
@@ -206,9 +257,25 @@ static double seconds_of(struct trials *trials, const struct plan *plan, int mic
     return seconds < limit ? seconds : INFINITY;
 }
 
+/* Activations of a thin model's step as the real one's would be: what one backward pass takes stays. */
+static void thicken(struct trials *trials, const struct plan *plan, double part) {
+    const struct known *known = known_of(trials, plan);
+    for (int g = 0; g < known->groups; g++) {
+        double kept = fmax(0, trials->activations[g] - known->backward[g]);
+        trials->activations[g] += kept / part - kept;
+    }
+}
+
 double try_short(struct trials *trials, struct plan *plan, double limit) {
+    struct point point;
+    struct model model;
     choose_state(trials, plan, NULL, &plan->memory);
-    return per_sequence(plan, seconds_of(trials, plan, short_step(plan), limit * plan->sequences));
+    int layers = thin_layers(trials, plan);
+    double part = (double)layers / plan->point->model->layers, most = limit * plan->sequences;
+    struct plan thin = part < 1 ? thin_plan(plan, layers, &point, &model) : *plan;
+    double seconds = seconds_of(trials, &thin, short_step(plan), most * part) / part;
+    if (seconds < INFINITY && part < 1) thicken(trials, plan, part);
+    return per_sequence(plan, seconds);
 }
 
 double try_whole(struct trials *trials, struct plan plan) {
@@ -229,10 +296,27 @@ double try_whole(struct trials *trials, struct plan plan) {
     return load_of(trials, &plan);
 }
 
-void try_if_promising(struct trials *trials, struct plan plan) {
+static double try_new_plan(struct trials *trials, struct plan plan) {
     const struct bound bound = known_of(trials, &plan)->bound;
-    if (bound.bytes > trials->space->usable || per_sequence(&plan, bound.seconds) >= trials->best) return;
-    if (short_step(&plan) < plan.micro_batches && try_short(trials, &plan, 1.005 * trials->best) == INFINITY)
-        return;
-    try_whole(trials, plan);
+    double flattery = trials->space->order_open ? FLATTERY : 1;
+    if (bound.bytes > trials->space->usable) return bound.bytes / trials->space->usable;
+    if (per_sequence(&plan, bound.seconds) >= trials->best) return 0;
+    if (short_step(&plan) < plan.micro_batches || thin_layers(trials, &plan) < plan.point->model->layers) {
+        struct memory ignored;
+        if (try_short(trials, &plan, flattery * trials->best) == INFINITY) return 0;
+        if (choose_state(trials, &plan, trials->activations, &ignored) == INFINITY)
+            return load_of(trials, &plan);
+    }
+    return try_whole(trials, plan);
+}
+
+/* What was tried once is no better the second time. */
+double try_plan(struct trials *trials, struct plan plan) {
+    struct entry *entry = entry_of(trials, &plan);
+    for (struct tried *tried = entry->tried; tried; tried = tried->next)
+        if (memcmp(&tried->order, &plan.order, sizeof plan.order) == 0) return tried->load;
+    struct tried *tried = must_alloc(sizeof *tried);
+    *tried = (struct tried){entry->tried, plan.order, try_new_plan(trials, plan)};
+    entry->tried = tried;
+    return tried->load;
 }

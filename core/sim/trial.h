@@ -38,6 +38,8 @@ static inline double per_sequence(const struct plan *plan, double seconds) {
 const struct known *known_of(struct trials *trials, const struct plan *plan);
 /* Forgets when much is remembered; between two shapes. */
 void memo_trim(struct trials *trials);
+/* Forgets all: for another memory limit. */
+void memo_clear(struct trials *trials);
 /* Static bytes of each group with the leanest state. */
 const double *lean_bytes(const struct trials *trials, const struct known *known);
 
@@ -54,7 +56,7 @@ double try_short(struct trials *trials, struct plan *plan, double limit);
 /* Tries a whole step with the state that suits it, gives up when it is no better than the best plan, which it
    becomes otherwise. Returns its load when it does not fit, else 0. */
 double try_whole(struct trials *trials, struct plan plan);
-/* A short trial first where it saves work; and before that the lower bound. */
-void try_if_promising(struct trials *trials, struct plan plan);
+/* The same, but the lower bound and, where it saves work, a short trial rule out first what they can. */
+double try_plan(struct trials *trials, struct plan plan);
 
 #endif

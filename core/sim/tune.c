@@ -2,17 +2,17 @@
 The tuner: makes a point's open choices for one system, maximising tokens/s of the whole cluster at the given
 batch under the memory limit. space.h says what the choices are, trial.h how one is tried.
 
-1. Explore. Shapes (layout and placement) stand in a queue by a lower bound of their step time: first one that
-needs no placement, then, when it comes to the front, the tighter one of the placed shape. The first in the
-queue is looked at, with the levers that recompute least and with more and fewer micro-batches under way. What
-is seen says how many layer activations are alive at a time; so it can be reckoned which levers fit, in how
-many layers, and what they cost; the best guess is tried. This goes on until no bound is below the best
-estimate.
-2. Refine the shapes with the best estimates: all orders about as deep as the one found, each with the levers
-that should fit.
+1. Explore. Shapes (layout and placement) stand in a queue by what they promise: a lower bound of their step
+time that needs no placement; when that comes to the front, the tighter one of the placed shape; then one with
+what the memory allows. The first in the queue is looked at, with the levers that recompute least and with
+more and fewer micro-batches under way. What is seen says how many layer activations are alive at a time; so
+it can be reckoned which levers fit, in how many layers, and what they cost; the best guess is tried. This
+goes on until no promise is below the best step.
+2. Refine the shapes with the best estimates: a few orders for many of them, all orders about as deep as the
+best one for the best of them, each with the levers that should fit.
 3. Polish: from the best plan on, one choice at a time.
-4. Sweep: what is left of a budget of simulated operations goes to everything that no bound rules out, so that
-small points are searched to the end.
+4. Where a step is small, all other shapes are refined as well, and then everything is tried that no bound
+rules out, as far as a budget of simulated operations goes: so small points are searched to the end.
 
 A list-scheduler's step time jumps about as durations change, and less memory may mean a quicker step by
 accident. Trying many orders, and keeping the best, is what makes tuned plans get no slower when a point gets
@@ -30,13 +30,17 @@ gives the same choice everywhere.
 #define FINALISTS 6       /* shapes that are refined */
 #define MORE_FINALISTS 24 /* where there is no order to refine, only layers that recompute */
 #define WHOLE_TRIALS 6    /* orders of each that are tried in full */
-#define BUDGET 6000000    /* operations for polishing and sweeping */
-#define FEWEST_STEPS 300  /* that the budget must suffice for, else nothing is swept */
+/* Operations that may be simulated behind refining: for polishing; and for all else where they suffice for
+   that many steps. */
+#define POLISHING 6000000
+#define SWEEPING 24000000L
+#define FEWEST_STEPS 3000
 
 struct shape {
     struct plan plan;
-    double bound;    /* seconds per sequence */
-    bool settled;    /* the bound is of the placed shape */
+    double bound;   /* seconds per sequence: no plan of it is quicker */
+    double promise; /* the same, with what memory allows reckoned in; by it the queue is ordered */
+    enum stage { LISTED, SETTLED, RECKONED } stage; /* of what bound and promise know */
     double estimate; /* seconds per sequence of the best plan, by a short step; INFINITY: too slow, or too
                         large */
     struct plan best;
@@ -52,7 +56,6 @@ struct tuner {
     struct trials trials;
     struct shapes queue; /* a heap by bound */
     struct shapes explored;
-    double estimate; /* the least of all shapes */
     int64_t budget_end;
 };
 
@@ -67,7 +70,7 @@ static void add_shape(struct shapes *shapes, struct shape shape) {
 }
 
 static bool shape_before(const struct shape *a, const struct shape *b) {
-    if (a->bound != b->bound) return a->bound < b->bound;
+    if (a->promise != b->promise) return a->promise < b->promise;
     int parallel = memcmp(&a->plan.parallel, &b->plan.parallel, sizeof a->plan.parallel);
     return parallel ? parallel < 0 : a->plan.placement < b->plan.placement;
 }
@@ -97,9 +100,14 @@ static struct shape queue_pop(struct shapes *queue) {
     return first;
 }
 
-static int by_estimate(const void *a, const void *b) {
+/* Between what was found of a shape and what it promises: a better order may come near that. */
+static double prospect(const struct shape *shape) {
+    return shape->estimate + shape->promise;
+}
+
+static int by_prospect(const void *a, const void *b) {
     const struct shape *x = a, *y = b;
-    if (x->estimate != y->estimate) return x->estimate < y->estimate ? -1 : 1;
+    if (prospect(x) != prospect(y)) return prospect(x) < prospect(y) ? -1 : 1;
     return shape_before(x, y) ? -1 : shape_before(y, x);
 }
 
@@ -137,29 +145,57 @@ static void list_shapes(struct tuner *tuner, const struct parallel *layouts, int
             bool possible = space->system->size(&shape.plan, &ignored);
             errors_free(&ignored);
             if (!possible) continue;
-            shape.bound = outline_of(tuner, &shape.plan);
+            shape.bound = shape.promise = outline_of(tuner, &shape.plan);
             queue_push(&tuner->queue, shape);
         }
 }
 
-/* Places a shape; its bound is then the least of any levers that may fit, in any number of layers: so between
-   none and all of them, memory aside, it is that of none. False when nothing can fit. */
+/* The least time with some levers in some part of the layers, when work grows and what is kept shrinks in
+   proportion to that part: where the one grows past the other. Between the ends that is reckoned, no bound.
+ */
+static double promise_of(const struct known *none, const struct known *all, bool partly) {
+    double work = none->bound.busy, more = all->bound.busy - work;
+    double memory = none->bound.memory_seconds, less = memory - all->bound.memory_seconds;
+    double end = fmax(all->bound.busy, all->bound.memory_seconds);
+    if (!partly || memory == INFINITY || more + less <= 0) return end;
+    double part = fmin(1, fmax(0, (memory - work) / (more + less)));
+    return fmin(end, fmax(work + part * more, memory - part * less));
+}
+
+/* Places a shape. Its bound is then that of the levers that recompute least, memory aside: more of them mean
+   more work. */
 static bool settle(struct tuner *tuner, struct shape *shape) {
-    const struct space *space = &tuner->space;
+    const struct system *system = tuner->space.system;
     struct errors ignored = {0};
-    bool settled = !space->system->settle || space->system->settle(&shape->plan, &ignored);
+    bool settled = !system->settle || system->settle(&shape->plan, &ignored);
     errors_free(&ignored);
-    shape->settled = true;
-    double least = INFINITY;
-    bool fits = false;
-    for (int i = 0; settled && i < space->lever_count; i++) {
+    if (!settled) return false;
+    struct plan lightest = with_levers(&shape->plan, tuner->space.levers[0]);
+    double busy = known_of(&tuner->trials, &lightest)->bound.busy;
+    shape->bound = shape->promise = fmax(shape->bound, per_sequence(&shape->plan, busy));
+    return true;
+}
+
+/* The promise of the levers that promise most. False when no levers fit. */
+static bool reckon(struct tuner *tuner, struct shape *shape) {
+    const struct space *space = &tuner->space;
+    struct plan lightest = with_levers(&shape->plan, space->levers[0]);
+    const struct known *none = known_of(&tuner->trials, &lightest);
+    double promise = INFINITY;
+    for (int i = 0; i < space->lever_count; i++) {
         struct plan plan = with_levers(&shape->plan, space->levers[i]);
-        struct bound bound = known_of(&tuner->trials, &plan)->bound;
-        fits = fits || bound.bytes <= space->usable;
-        least = fmin(least, per_sequence(&plan, bound.busy));
+        const struct known *all = known_of(&tuner->trials, &plan);
+        if (all->bound.bytes > space->usable) continue;
+        promise = fmin(promise, promise_of(none, all, space->layers_open && recomputes(plan.memory)));
     }
-    shape->bound = fmax(shape->bound, least);
-    return fits;
+    shape->promise = fmax(shape->bound, per_sequence(&shape->plan, promise));
+    return promise < INFINITY;
+}
+
+/* What is known of a shape grows when it comes to the queue's front. False when nothing of it can fit. */
+static bool learn_more(struct tuner *tuner, struct shape *shape) {
+    memo_trim(&tuner->trials);
+    return shape->stage++ == LISTED ? settle(tuner, shape) : reckon(tuner, shape);
 }
 
 /* ---- levers by what was seen with others ------------------------------------------------------------- */
@@ -193,26 +229,29 @@ static double part_that_fits(const struct tuner *tuner, const struct known *base
     return part;
 }
 
-static struct guess best_guess(struct tuner *tuner, const struct plan *shape, const struct sight *sight) {
+/* With levers number i; INFINITY seconds where they do not suffice. */
+static struct guess guess_levers(struct tuner *tuner, const struct plan *shape, const struct sight *sight,
+                                 int i) {
     const struct space *space = &tuner->space;
-    struct guess best = {.seconds = INFINITY};
-    struct plan lightest = with_levers(shape, space->levers[0]);
+    struct plan lightest = with_levers(shape, space->levers[0]), plan = with_levers(shape, space->levers[i]);
     const struct known *base = known_of(&tuner->trials, &lightest);
-    int layers = layers_of(shape);
-    for (int i = 0; i < space->lever_count; i++) {
-        struct plan plan = with_levers(shape, space->levers[i]);
-        const struct known *known = known_of(&tuner->trials, &plan);
-        double part = part_that_fits(tuner, base, known, sight->activations);
-        bool open = space->layers_open && recomputes(plan.memory);
-        if (part > 1 || (!open && i == 0 && part > 0)) continue;
-        int recomputing = part > 0 ? (int)ceil(part * layers - 1e-9) : 1;
-        double work = known->bound.busy / base->bound.busy;
-        if (open) work = 1 + (work - 1) * recomputing / layers;
-        double seconds = sight->seconds * work;
-        if (seconds >= best.seconds) continue;
-        if (open && recomputing < layers) plan.memory.recompute.layers = recomputing;
-        plan.order = sight->order;
-        best = (struct guess){plan, seconds};
+    const struct known *known = known_of(&tuner->trials, &plan);
+    double part = part_that_fits(tuner, base, known, sight->activations);
+    bool open = space->layers_open && recomputes(plan.memory);
+    if (part > 1 || (!open && i == 0 && part > 0)) return (struct guess){.seconds = INFINITY};
+    int layers = layers_of(shape), recomputing = part > 0 ? (int)ceil(part * layers - 1e-9) : 1;
+    double work = known->bound.busy / base->bound.busy;
+    if (open) work = 1 + (work - 1) * recomputing / layers;
+    if (open && recomputing < layers) plan.memory.recompute.layers = recomputing;
+    plan.order = sight->order;
+    return (struct guess){plan, sight->seconds * work};
+}
+
+static struct guess best_guess(struct tuner *tuner, const struct plan *shape, const struct sight *sight) {
+    struct guess best = {.seconds = INFINITY};
+    for (int i = 0; i < tuner->space.lever_count; i++) {
+        struct guess guess = guess_levers(tuner, shape, sight, i);
+        if (guess.seconds < best.seconds) best = guess;
     }
     return best;
 }
@@ -221,7 +260,7 @@ static struct guess best_guess(struct tuner *tuner, const struct plan *shape, co
 static bool look(struct tuner *tuner, const struct plan *shape, struct order order, struct sight *sight) {
     struct plan plan = with_levers(shape, tuner->space.levers[0]);
     plan.order = sight->order = order;
-    sight->seconds = try_short(&tuner->trials, &plan, SLACK * tuner->estimate);
+    sight->seconds = try_short(&tuner->trials, &plan, SLACK * tuner->trials.best);
     if (sight->seconds == INFINITY) return false;
     int groups = known_of(&tuner->trials, &plan)->groups;
     sight->activations = must_realloc(sight->activations, (size_t)groups * sizeof(double));
@@ -229,24 +268,39 @@ static bool look(struct tuner *tuner, const struct plan *shape, struct order ord
     return true;
 }
 
+/* The estimate of a plan whose short step fits, with the state that then fits; INFINITY when it is not below
+   `limit`. load: above 1 when it does not fit. */
+static double estimate_of(struct tuner *tuner, struct plan *plan, double limit, double *load) {
+    struct trials *trials = &tuner->trials;
+    double seconds = try_short(trials, plan, limit);
+    *load = 0;
+    if (seconds == INFINITY) return INFINITY;
+    double quickest = choose_state(trials, plan, NULL, &plan->memory);
+    double end = choose_state(trials, plan, trials->activations, &plan->memory);
+    if (end == INFINITY) *load = load_of(trials, plan);
+    return end < INFINITY ? seconds + per_sequence(plan, end - quickest) : INFINITY;
+}
+
 /* Tries what a sight promises until it holds: the estimate of what fits, INFINITY when none is below `limit`.
    Changes the sight's activations by what it learns. */
 static double follow(struct tuner *tuner, const struct plan *shape, struct sight *sight, double limit,
                      struct plan *found) {
-    struct trials *trials = &tuner->trials;
     for (int round = 0; round < 4; round++) {
         struct guess guess = best_guess(tuner, shape, sight);
+        double load, seconds = INFINITY;
         if (guess.seconds >= limit) return INFINITY;
-        double seconds = try_short(trials, &guess.plan, limit);
-        if (seconds == INFINITY) return INFINITY;
-        double quickest = choose_state(trials, &guess.plan, NULL, &guess.plan.memory);
-        double end = choose_state(trials, &guess.plan, trials->activations, &guess.plan.memory);
-        if (end < INFINITY) {
-            *found = guess.plan;
-            return seconds + per_sequence(&guess.plan, end - quickest);
+        double part = estimate_of(tuner, &guess.plan, limit, &load);
+        *found = guess.plan;
+        /* Layers that are all alike may keep a better beat, although they have more to do. */
+        if (guess.plan.memory.recompute.layers) {
+            double ignored;
+            guess.plan.memory.recompute.layers = 0;
+            seconds = estimate_of(tuner, &guess.plan, fmin(limit, part), &ignored);
+            if (seconds < part) *found = guess.plan;
         }
-        double load = load_of(trials, &guess.plan);
-        int groups = known_of(trials, &guess.plan)->groups;
+        seconds = fmin(part, seconds);
+        if (seconds < INFINITY || load == 0) return seconds;
+        int groups = tuner->space.system->groups(shape);
         for (int g = 0; g < groups; g++) sight->activations[g] *= load * 1.001;
     }
     return INFINITY;
@@ -254,48 +308,74 @@ static double follow(struct tuner *tuner, const struct plan *shape, struct sight
 
 /* ---- exploring --------------------------------------------------------------------------------------- */
 
-/* Micro-batches under way at which a shape is looked at: with the most there is least waiting, and when that
-   is too slow nothing else need be tried. */
-static const int under_way[] = {24, 12, 8, 6, 5, 4, 3, 2, 1};
-
 static bool explore_order(struct tuner *tuner, struct shape *shape, struct order order, struct sight *sight) {
     struct plan found;
     if (!look(tuner, &shape->plan, order, sight)) return false;
-    double limit = fmin(shape->estimate, SLACK * tuner->estimate);
+    double limit = fmin(shape->estimate, SLACK * tuner->trials.best);
     double estimate = follow(tuner, &shape->plan, sight, limit, &found);
     if (estimate >= shape->estimate) return true;
+    /* A short step may flatter: what looks like the best is tried in full. */
+    if (estimate < tuner->trials.best) {
+        try_whole(&tuner->trials, found);
+        estimate = fmax(estimate, tuner->trials.best);
+    }
     shape->estimate = estimate;
     shape->best = found;
-    tuner->estimate = fmin(tuner->estimate, estimate);
     return true;
 }
 
+/* Waves of one micro-batch, `deep` of them under way; false when that is too slow to matter. */
+static bool explore_depth(struct tuner *tuner, struct shape *shape, int deep, struct sight *sight) {
+    const struct space *space = &tuner->space;
+    struct order plain = space_order(space, 1, deep, policy_of(PREFER_FORWARD, true, false));
+    struct order justified = space_order(space, 1, deep, policy_of(PREFER_FORWARD, true, true));
+    if (!explore_order(tuner, shape, plain, sight)) return false;
+    if (space->justified_open) explore_order(tuner, shape, justified, sight);
+    return true;
+}
+
+/* Many under way first: with fewer there is more waiting, so when many are too slow nothing else need be
+   looked at. Still more where the memory had room for many. */
 static void explore(struct tuner *tuner, struct shape *shape) {
+    static const int fewer[] = {8, 6, 5, 4, 3, 2, 1};
     struct sight sight = {0};
-    int micro_batches = shape->plan.micro_batches;
-    bool open = tuner->space.order_open;
-    for (size_t i = 0; i < (open ? COUNT(under_way) : 1); i++) {
-        if (i && under_way[i] >= micro_batches) continue;
-        int waves = under_way[i] < micro_batches ? under_way[i] : micro_batches;
-        bool matters = false;
-        for (int patient = 0; patient < (tuner->space.patient_open ? 2 : 1); patient++)
-            matters |= explore_order(tuner, shape,
-                                     space_order(&tuner->space, 1, waves, PREFER_FORWARD, patient), &sight);
-        if (!matters) break;
-    }
+    int micro_batches = shape->plan.micro_batches, many = micro_batches < 12 ? micro_batches : 12;
+    bool matters = explore_depth(tuner, shape, many, &sight);
+    for (size_t i = 0; tuner->space.order_open && i < COUNT(fewer) && matters; i++)
+        if (fewer[i] < many) matters = explore_depth(tuner, shape, fewer[i], &sight);
+    if (shape->best.order.wave * shape->best.order.waves_in_flight == 12 && micro_batches > 12)
+        explore_depth(tuner, shape, micro_batches < 24 ? micro_batches : 24, &sight);
+    free(sight.activations);
+}
+
+/* Other policies about as deep as the best order found, and waves of some more sizes. Backward passes first
+   hold less, so that more may be under way. */
+static void look_again(struct tuner *tuner, struct shape *shape) {
+    const struct space *space = &tuner->space;
+    struct sight sight = {0};
+    int deep = shape->best.order.wave * shape->best.order.waves_in_flight;
+    int micro_batches = shape->plan.micro_batches, backward = policy_of(PREFER_BACKWARD, true, true);
+    for (int wave = 2; wave <= 4 && wave <= micro_batches; wave++)
+        for (int prefer = PREFER_BACKWARD; prefer <= PREFER_FORWARD; prefer++)
+            explore_order(tuner, shape,
+                          space_order(space, wave, (deep + wave - 1) / wave,
+                                      policy_of((enum prefer)prefer, true, true)),
+                          &sight);
+    explore_order(tuner, shape, space_order(space, 1, deep, policy_of(PREFER_FORWARD, false, false)), &sight);
+    for (int half = 2; half <= 4 && deep * half / 2 <= micro_batches; half++)
+        explore_order(tuner, shape, space_order(space, 1, deep * half / 2, backward), &sight);
     free(sight.activations);
 }
 
 static void explore_shapes(struct tuner *tuner) {
     while (tuner->queue.count) {
         struct shape shape = queue_pop(&tuner->queue);
-        if (shape.bound >= tuner->estimate) {
+        if (shape.promise >= tuner->trials.best) {
             queue_push(&tuner->queue, shape);
             return;
         }
-        memo_trim(&tuner->trials);
-        if (!shape.settled) {
-            if (settle(tuner, &shape)) queue_push(&tuner->queue, shape);
+        if (shape.stage != RECKONED) {
+            if (learn_more(tuner, &shape)) queue_push(&tuner->queue, shape);
             continue;
         }
         explore(tuner, &shape);
@@ -305,10 +385,16 @@ static void explore_shapes(struct tuner *tuner) {
 
 /* ---- refining ---------------------------------------------------------------------------------------- */
 
-/* Tries a plan, then fewer layers that recompute until it no longer fits, or more until it does. */
+/* Tries a plan with all layers recomputing, then as it is, then fewer of them until it no longer fits, or
+   more until it does. */
 static void try_layers(struct tuner *tuner, struct plan plan) {
     int all = layers_of(&plan), step = 0;
-    double load = try_whole(&tuner->trials, plan);
+    if (plan.memory.recompute.layers && tuner->space.layers_open) {
+        struct plan whole = plan;
+        whole.memory.recompute.layers = 0;
+        try_plan(&tuner->trials, whole);
+    }
+    double load = try_plan(&tuner->trials, plan);
     if (!tuner->space.layers_open || !recomputes(plan.memory)) return;
     for (int round = 0; round < 6; round++) {
         int layers = plan.memory.recompute.layers ? plan.memory.recompute.layers : all;
@@ -316,7 +402,7 @@ static void try_layers(struct tuner *tuner, struct plan plan) {
         if ((step && next != step) || layers + next > all || layers + next < 1) return;
         step = next;
         plan.memory.recompute.layers = layers + step == all ? 0 : layers + step;
-        load = try_whole(&tuner->trials, plan);
+        load = try_plan(&tuner->trials, plan);
     }
 }
 
@@ -331,13 +417,15 @@ struct guesses {
     int count;
 };
 
-static void guess_order(struct tuner *tuner, const struct plan *shape, struct order order,
-                        struct sight *sight, struct guesses *guesses) {
-    if (!look(tuner, shape, order, sight)) return;
-    struct guess guess = best_guess(tuner, shape, sight);
+static void add_guess(struct guesses *guesses, struct guess guess) {
     if (guess.seconds == INFINITY) return;
     guesses->list = must_realloc(guesses->list, (size_t)(guesses->count + 1) * sizeof *guesses->list);
     guesses->list[guesses->count++] = guess;
+}
+
+static void guess_order(struct tuner *tuner, const struct plan *shape, struct order order,
+                        struct sight *sight, struct guesses *guesses) {
+    if (look(tuner, shape, order, sight)) add_guess(guesses, best_guess(tuner, shape, sight));
 }
 
 /* More waves than the batch has make no difference. */
@@ -345,45 +433,66 @@ static bool waves_matter(int wave, int waves, int micro_batches) {
     return waves == 1 || wave * (waves - 1) < micro_batches;
 }
 
+/* Policies that were ever the best on points of real size; polishing and sweeping try all. */
 static void guess_all_orders(struct tuner *tuner, const struct shape *shape, struct sight *sight,
                              struct guesses *guesses) {
+    const int policies[] = {policy_of(PREFER_FORWARD, true, true), policy_of(PREFER_BACKWARD, true, true),
+                            policy_of(PREFER_FORWARD, false, true), policy_of(PREFER_FORWARD, true, false),
+                            policy_of(PREFER_BACKWARD, true, false)};
     int deep = shape->best.order.wave * shape->best.order.waves_in_flight;
     int most = deep + deep / 2 + 2, micro_batches = shape->plan.micro_batches;
     for (int wave = 1; wave <= most && wave <= micro_batches; wave++)
         for (int waves = 1; wave * waves <= most; waves++) {
             if (wave * waves < deep / 2 || !waves_matter(wave, waves, micro_batches)) continue;
-            for (int policy = 0; policy < POLICIES; policy++) {
-                /* Waves of one micro-batch: the older one's backward passes come first either way. */
-                if (wave == 1 && policy / 2 == PREFER_WAVE) continue;
-                guess_order(tuner, &shape->plan, space_policy(&tuner->space, wave, waves, policy), sight,
+            for (size_t i = 0; i < COUNT(policies); i++)
+                guess_order(tuner, &shape->plan, space_order(&tuner->space, wave, waves, policies[i]), sight,
                             guesses);
-            }
         }
 }
 
-static void refine(struct tuner *tuner, const struct shape *shape) {
+static void try_guesses(struct tuner *tuner, struct guesses *guesses) {
+    if (guesses->count) qsort(guesses->list, (size_t)guesses->count, sizeof *guesses->list, by_seconds);
+    for (int i = 0; i < guesses->count && i < WHOLE_TRIALS; i++)
+        if (guesses->list[i].seconds < SLACK * tuner->trials.best) try_layers(tuner, guesses->list[i].plan);
+    free(guesses->list);
+}
+
+/* The levers that should be quickest under one order: they may differ by less than is known of them. */
+static void refine_levers(struct tuner *tuner, const struct shape *shape, struct order order) {
+    struct sight sight = {0};
+    struct guesses guesses = {0};
+    if (look(tuner, &shape->plan, order, &sight))
+        for (int i = 0; i < tuner->space.lever_count; i++)
+            add_guess(&guesses, guess_levers(tuner, &shape->plan, &sight, i));
+    try_guesses(tuner, &guesses);
+    free(sight.activations);
+}
+
+static void refine_orders(struct tuner *tuner, const struct shape *shape) {
     struct sight sight = {0};
     struct guesses guesses = {0};
     guess_all_orders(tuner, shape, &sight, &guesses);
-    if (guesses.count) qsort(guesses.list, (size_t)guesses.count, sizeof *guesses.list, by_seconds);
-    try_layers(tuner, shape->best);
-    for (int i = 0; i < guesses.count && i < WHOLE_TRIALS; i++) try_layers(tuner, guesses.list[i].plan);
-    free(guesses.list);
+    try_guesses(tuner, &guesses);
     free(sight.activations);
+}
+
+static void refine(struct tuner *tuner, const struct shape *shape) {
+    memo_trim(&tuner->trials);
+    try_layers(tuner, shape->best);
+    refine_levers(tuner, shape, shape->best.order);
+    if (tuner->space.order_open) refine_orders(tuner, shape);
 }
 
 static void refine_shapes(struct tuner *tuner) {
     struct shapes *explored = &tuner->explored;
-    int finalists = tuner->space.order_open ? FINALISTS : MORE_FINALISTS;
-    if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_estimate);
-    for (int i = 0; i < explored->count && i < finalists; i++) {
-        if (explored->list[i].estimate == INFINITY) return;
-        memo_trim(&tuner->trials);
-        if (tuner->space.order_open)
-            refine(tuner, &explored->list[i]);
-        else
-            try_layers(tuner, explored->list[i].best);
-    }
+    bool open = tuner->space.order_open;
+    int finalists = open ? FINALISTS : MORE_FINALISTS;
+    if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
+    for (int i = 0; open && i < explored->count && i < MORE_FINALISTS; i++)
+        if (explored->list[i].estimate < INFINITY) look_again(tuner, &explored->list[i]);
+    if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
+    for (int i = 0; i < explored->count && i < finalists; i++)
+        if (explored->list[i].estimate < INFINITY) refine(tuner, &explored->list[i]);
 }
 
 /* ---- polishing and sweeping -------------------------------------------------------------------------- */
@@ -395,14 +504,14 @@ static bool has_budget(const struct tuner *tuner) {
 /* Orders with `least` to `most` micro-batches under way; the plan's own where orders are not open. */
 static void try_orders(struct tuner *tuner, struct plan plan, int least, int most) {
     const struct space *space = &tuner->space;
-    if (!space->order_open) try_if_promising(&tuner->trials, plan);
+    if (!space->order_open) try_plan(&tuner->trials, plan);
     if (most > plan.micro_batches) most = plan.micro_batches;
     for (int wave = 1; space->order_open && wave <= most; wave++)
         for (int waves = 1; wave * waves < most + wave && has_budget(tuner); waves++) {
             if (wave * waves < least) continue;
             for (int policy = 0; policy < POLICIES; policy++) {
-                plan.order = space_policy(space, wave, waves, policy);
-                try_if_promising(&tuner->trials, plan);
+                plan.order = space_order(space, wave, waves, policy);
+                try_plan(&tuner->trials, plan);
             }
         }
 }
@@ -421,7 +530,7 @@ static void try_levers(struct tuner *tuner, struct plan plan, bool all_layers, i
             if (most)
                 try_orders(tuner, plan, 1, most);
             else
-                try_if_promising(&tuner->trials, plan);
+                try_plan(&tuner->trials, plan);
         }
     }
 }
@@ -438,24 +547,41 @@ static void polish(struct tuner *tuner) {
         for (int i = 0; i < tuner->explored.count && i < 16 && has_budget(tuner); i++) {
             struct plan plan = with_levers(&tuner->explored.list[i].plan, trials->best_plan.memory);
             plan.order = trials->best_plan.order;
-            try_if_promising(trials, plan);
+            try_plan(trials, plan);
         }
     }
 }
 
-static void sweep_shape(struct tuner *tuner, const struct shape *shape) {
-    memo_trim(&tuner->trials);
-    if (shape->bound < tuner->trials.best) try_levers(tuner, shape->plan, true, shape->plan.micro_batches);
+/* The shapes that were not among the best, or given up as too slow: as deep as the best plan. */
+static void refine_more(struct tuner *tuner) {
+    struct shapes *explored = &tuner->explored;
+    for (int i = 0; i < explored->count && has_budget(tuner); i++) {
+        struct shape shape = explored->list[i];
+        if (shape.bound >= tuner->trials.best || (i < FINALISTS && shape.estimate < INFINITY)) continue;
+        if (shape.estimate == INFINITY) {
+            shape.best = with_levers(&shape.plan, tuner->space.levers[0]);
+            shape.best.order = tuner->trials.best_plan.order;
+        }
+        refine(tuner, &shape);
+    }
 }
 
-/* Explored shapes, then those whose bound no estimate was below. */
 static void sweep(struct tuner *tuner) {
-    for (int i = 0; i < tuner->explored.count && has_budget(tuner); i++)
-        sweep_shape(tuner, &tuner->explored.list[i]);
+    for (int i = 0; i < tuner->explored.count && has_budget(tuner); i++) {
+        const struct shape *shape = &tuner->explored.list[i];
+        memo_trim(&tuner->trials);
+        if (shape->bound < tuner->trials.best)
+            try_levers(tuner, shape->plan, true, shape->plan.micro_batches);
+    }
+}
+
+/* Shapes whose promise no estimate was below. */
+static void keep_rest(struct tuner *tuner) {
     while (tuner->queue.count && has_budget(tuner)) {
         struct shape shape = queue_pop(&tuner->queue);
-        if (shape.bound >= tuner->trials.best) return;
-        if (shape.settled || settle(tuner, &shape)) sweep_shape(tuner, &shape);
+        bool fits = shape.bound < tuner->trials.best;
+        while (fits && shape.stage != RECKONED) fits = learn_more(tuner, &shape);
+        if (fits && shape.bound < tuner->trials.best) add_shape(&tuner->explored, shape);
     }
 }
 
@@ -468,13 +594,17 @@ static int64_t step_operations(const struct tuner *tuner) {
 }
 
 static void search(struct tuner *tuner) {
-    tuner->estimate = INFINITY;
     tuner->explored.count = 0;
     explore_shapes(tuner);
     refine_shapes(tuner);
-    tuner->budget_end = tuner->trials.operations + BUDGET;
+    tuner->budget_end = tuner->trials.operations + POLISHING;
     polish(tuner);
-    if (step_operations(tuner) * FEWEST_STEPS < BUDGET) sweep(tuner);
+    if (step_operations(tuner) * FEWEST_STEPS > SWEEPING) return;
+    tuner->budget_end = tuner->trials.operations + SWEEPING;
+    keep_rest(tuner);
+    refine_more(tuner);
+    polish(tuner);
+    sweep(tuner);
 }
 
 /* ---- the point --------------------------------------------------------------------------------------- */
@@ -512,6 +642,7 @@ bool tune_point(const struct system *system, const struct point *point, struct p
         search(&tuner);
         if (tuner.trials.best == INFINITY && !tuner.space.searches_memory) {
             tuner.space.usable = INFINITY; /* what is given runs as given */
+            memo_clear(&tuner.trials);
             list_shapes(&tuner, layouts, count);
             search(&tuner);
         }
