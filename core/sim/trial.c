@@ -72,6 +72,8 @@ static struct known learn(struct trials *trials, const struct plan *plan) {
         known.static_bytes[i] = needs[i].static_bytes;
         known.end[i / groups] = fmax(known.end[i / groups], end.grad_sync + end.optimizer + end.param_gather);
     }
+    known.soonest = INFINITY;
+    for (int i = 0; i < states; i++) known.soonest = fmin(known.soonest, known.end[i]);
     free(needs);
     trials->operations += PRICING;
     return known;
@@ -115,8 +117,8 @@ void memo_clear(struct trials *trials) {
     forget(trials->memo);
 }
 
-const double *lean_bytes(const struct trials *trials, const struct known *known) {
-    return known->static_bytes + (trials->space->state_count - 1) * known->groups;
+const double *static_bytes_of(const struct known *known, int state) {
+    return known->static_bytes + state * known->groups;
 }
 
 struct trials trials_new(const struct space *space) {
@@ -146,13 +148,17 @@ double choose_state(struct trials *trials, const struct plan *plan, const double
     return soonest;
 }
 
-double load_of(struct trials *trials, const struct plan *plan) {
+double load_of(struct trials *trials, const struct plan *plan, int state) {
     const struct known *known = known_of(trials, plan);
-    const double *lean = lean_bytes(trials, known);
+    const double *static_bytes = static_bytes_of(known, state);
     double load = 0;
     for (int g = 0; g < known->groups; g++)
-        load = fmax(load, trials->activations[g] / fmax(1, trials->space->usable - lean[g]));
+        load = fmax(load, trials->activations[g] / fmax(1, trials->space->usable - static_bytes[g]));
     return load;
+}
+
+static int leanest_state(const struct trials *trials) {
+    return trials->space->state_count - 1;
 }
 
 /* ---- short steps ------------------------------------------------------------------------------------- */
@@ -194,14 +200,14 @@ static int short_step(const struct plan *plan) {
 /* ---- thin models ------------------------------------------------------------------------------------- */
 
 /* A ring's step is a round that repeats: with fewer layers, and as much less of everything else, it shows the
-   same at a fraction of the work. */
+   same at a fraction of the work. Not so what happens between two waves. */
 #define THIN_LAYERS 24
 
 /* Layers of a thin model whose groups are as uneven and whose windows alternate as in the real one. */
 static int thin_layers(const struct trials *trials, const struct plan *plan) {
     const struct model *model = plan->point->model;
     int round = 2 * plan->parallel.groups, least = THIN_LAYERS;
-    if (!trials->space->order_open || model->moe.dense_layers) return model->layers;
+    if (!trials->space->order_open || model->moe.dense_layers || plan->order.wave > 1) return model->layers;
     if (least < 4 * plan->parallel.groups) least = 4 * plan->parallel.groups;
     int rounds = (model->layers - least) / round;
     return rounds > 0 ? model->layers - rounds * round : model->layers;
@@ -293,7 +299,7 @@ double try_whole(struct trials *trials, struct plan plan) {
         }
         plan.memory = chosen;
     }
-    return load_of(trials, &plan);
+    return load_of(trials, &plan, leanest_state(trials));
 }
 
 static double try_new_plan(struct trials *trials, struct plan plan) {
@@ -305,7 +311,7 @@ static double try_new_plan(struct trials *trials, struct plan plan) {
         struct memory ignored;
         if (try_short(trials, &plan, flattery * trials->best) == INFINITY) return 0;
         if (choose_state(trials, &plan, trials->activations, &ignored) == INFINITY)
-            return load_of(trials, &plan);
+            return load_of(trials, &plan, leanest_state(trials));
     }
     return try_whole(trials, plan);
 }

@@ -15,6 +15,7 @@ struct known {
     struct bound bound;      /* with the leanest state */
     double *kept, *backward; /* (groups) bytes a micro-batch keeps; that one backward pass takes beside it */
     double *static_bytes, *end; /* (states, groups) bytes; (states) seconds of the step's end */
+    double soonest;             /* of these ends */
 };
 
 struct trials {
@@ -40,16 +41,15 @@ const struct known *known_of(struct trials *trials, const struct plan *plan);
 void memo_trim(struct trials *trials);
 /* Forgets all: for another memory limit. */
 void memo_clear(struct trials *trials);
-/* Static bytes of each group with the leanest state. */
-const double *lean_bytes(const struct trials *trials, const struct known *known);
+/* (groups) static bytes in one state. */
+const double *static_bytes_of(const struct known *known, int state);
 
 /* The state that ends the step soonest among those that fit beside each group's activations (NULL: all fit),
    and the seconds that end takes; INFINITY when none fits. The least intrusive of equals. */
 double choose_state(struct trials *trials, const struct plan *plan, const double *activations,
                     struct memory *chosen);
-/* The last trial's activations ÷ what the leanest state leaves for them, of the worst group: above 1 nothing
-   fits. */
-double load_of(struct trials *trials, const struct plan *plan);
+/* The last trial's activations ÷ what a state leaves for them, of the worst group: above 1 they do not fit. */
+double load_of(struct trials *trials, const struct plan *plan, int state);
 
 /* Seconds per sequence of a short trial with the quickest state; INFINITY when that is not below `limit`. */
 double try_short(struct trials *trials, struct plan *plan, double limit);

@@ -29,7 +29,9 @@ gives the same choice everywhere.
 #define SLACK 1.03        /* estimates this far behind the best are given up */
 #define FINALISTS 6       /* shapes that are refined */
 #define MORE_FINALISTS 24 /* where there is no order to refine, only layers that recompute */
-#define WHOLE_TRIALS 6    /* orders of each that are tried in full */
+#define MOST_WAVE 3       /* micro-batches of a wave, while refining */
+#define WHOLE_TRIALS 8    /* orders of each that are tried in full */
+#define NEAR_TRIALS 6     /* and with more and fewer layers that recompute */
 /* Operations that may be simulated behind refining: for polishing; and for all else where they suffice for
    that many steps. */
 #define POLISHING 6000000
@@ -207,21 +209,22 @@ struct sight {
     double *activations; /* (groups) */
 };
 
-/* The plan that should be quickest of a sight, and how quick it should be. */
+/* The plan that should be quickest of a sight, in which state, and how quick it should be. */
 struct guess {
     struct plan plan;
+    int state;
     double seconds;
 };
 
-/* The part of the layers that must recompute so that activations fit which were seen with `base` in every
-   layer: they grow as what a micro-batch keeps. Above 1: all are too few. */
+/* The part of the layers that must recompute so that activations fit beside a state which were seen with
+   `base` in every layer: they grow as what a micro-batch keeps. Above 1: all are too few. */
 static double part_that_fits(const struct tuner *tuner, const struct known *base, const struct known *levers,
-                             const double *activations) {
-    const double *lean = lean_bytes(&tuner->trials, levers);
+                             const double *activations, int state) {
+    const double *static_bytes = static_bytes_of(levers, state);
     double part = 0;
     for (int g = 0; g < levers->groups; g++) {
         double under_way = (activations[g] - base->backward[g]) / base->kept[g];
-        double left = tuner->space.usable - lean[g] - levers->backward[g];
+        double left = tuner->space.usable - static_bytes[g] - levers->backward[g];
         double none = under_way * base->kept[g], all = under_way * levers->kept[g];
         if (under_way <= 0 || none <= left) continue;
         part = fmax(part, all < none ? (none - left) / (none - all) : INFINITY);
@@ -229,14 +232,14 @@ static double part_that_fits(const struct tuner *tuner, const struct known *base
     return part;
 }
 
-/* With levers number i; INFINITY seconds where they do not suffice. */
-static struct guess guess_levers(struct tuner *tuner, const struct plan *shape, const struct sight *sight,
-                                 int i) {
+/* With levers number i in one state; INFINITY seconds where they do not suffice. */
+static struct guess guess_in_state(struct tuner *tuner, const struct plan *shape, const struct sight *sight,
+                                   int i, int state) {
     const struct space *space = &tuner->space;
     struct plan lightest = with_levers(shape, space->levers[0]), plan = with_levers(shape, space->levers[i]);
     const struct known *base = known_of(&tuner->trials, &lightest);
     const struct known *known = known_of(&tuner->trials, &plan);
-    double part = part_that_fits(tuner, base, known, sight->activations);
+    double part = part_that_fits(tuner, base, known, sight->activations, state);
     bool open = space->layers_open && recomputes(plan.memory);
     if (part > 1 || (!open && i == 0 && part > 0)) return (struct guess){.seconds = INFINITY};
     int layers = layers_of(shape), recomputing = part > 0 ? (int)ceil(part * layers - 1e-9) : 1;
@@ -244,7 +247,18 @@ static struct guess guess_levers(struct tuner *tuner, const struct plan *shape, 
     if (open) work = 1 + (work - 1) * recomputing / layers;
     if (open && recomputing < layers) plan.memory.recompute.layers = recomputing;
     plan.order = sight->order;
-    return (struct guess){plan, sight->seconds * work};
+    double end = known->end[state] - known->soonest;
+    return (struct guess){plan, state, sight->seconds * work + per_sequence(&plan, end)};
+}
+
+static struct guess guess_levers(struct tuner *tuner, const struct plan *shape, const struct sight *sight,
+                                 int i) {
+    struct guess best = {.seconds = INFINITY};
+    for (int state = 0; state < tuner->space.state_count; state++) {
+        struct guess guess = guess_in_state(tuner, shape, sight, i, state);
+        if (guess.seconds < best.seconds) best = guess;
+    }
+    return best;
 }
 
 static struct guess best_guess(struct tuner *tuner, const struct plan *shape, const struct sight *sight) {
@@ -268,42 +282,48 @@ static bool look(struct tuner *tuner, const struct plan *shape, struct order ord
     return true;
 }
 
-/* The estimate of a plan whose short step fits, with the state that then fits; INFINITY when it is not below
-   `limit`. load: above 1 when it does not fit. */
-static double estimate_of(struct tuner *tuner, struct plan *plan, double limit, double *load) {
+/* The estimate of a guess by a short step, with the quickest state that then fits; INFINITY when none does or
+   it is not below `limit`. load: above 1 when it does not fit in the state that was reckoned with, 0 when it
+   is too slow in any. */
+static double estimate_of(struct tuner *tuner, struct guess *guess, double limit, double *load) {
     struct trials *trials = &tuner->trials;
+    struct plan *plan = &guess->plan;
     double seconds = try_short(trials, plan, limit);
     *load = 0;
     if (seconds == INFINITY) return INFINITY;
-    double quickest = choose_state(trials, plan, NULL, &plan->memory);
+    double soonest = known_of(trials, plan)->soonest;
     double end = choose_state(trials, plan, trials->activations, &plan->memory);
-    if (end == INFINITY) *load = load_of(trials, plan);
-    return end < INFINITY ? seconds + per_sequence(plan, end - quickest) : INFINITY;
+    *load = load_of(trials, plan, guess->state);
+    seconds += per_sequence(plan, end - soonest);
+    return seconds < limit ? seconds : INFINITY;
 }
 
-/* Tries what a sight promises until it holds: the estimate of what fits, INFINITY when none is below `limit`.
-   Changes the sight's activations by what it learns. */
+/* Tries what a sight promises until it holds: the estimate of the best that fits, INFINITY when none is below
+   `limit`. Changes the sight's activations by what it learns. */
 static double follow(struct tuner *tuner, const struct plan *shape, struct sight *sight, double limit,
                      struct plan *found) {
-    for (int round = 0; round < 4; round++) {
-        struct guess guess = best_guess(tuner, shape, sight);
-        double load, seconds = INFINITY;
-        if (guess.seconds >= limit) return INFINITY;
-        double part = estimate_of(tuner, &guess.plan, limit, &load);
-        *found = guess.plan;
+    double best = limit, load = 2;
+    for (int round = 0; round < 4 && load > 1; round++) {
+        struct guess guess = best_guess(tuner, shape, sight), whole = guess;
+        if (guess.seconds >= best) break;
+        double ignored, seconds = estimate_of(tuner, &guess, best, &load);
+        if (seconds < best) {
+            best = seconds;
+            *found = guess.plan;
+        }
         /* Layers that are all alike may keep a better beat, although they have more to do. */
         if (guess.plan.memory.recompute.layers) {
-            double ignored;
-            guess.plan.memory.recompute.layers = 0;
-            seconds = estimate_of(tuner, &guess.plan, fmin(limit, part), &ignored);
-            if (seconds < part) *found = guess.plan;
+            whole.plan.memory.recompute.layers = 0;
+            seconds = estimate_of(tuner, &whole, best, &ignored);
+            if (seconds < best) {
+                best = seconds;
+                *found = whole.plan;
+            }
         }
-        seconds = fmin(part, seconds);
-        if (seconds < INFINITY || load == 0) return seconds;
         int groups = tuner->space.system->groups(shape);
-        for (int g = 0; g < groups; g++) sight->activations[g] *= load * 1.001;
+        for (int g = 0; g < groups; g++) sight->activations[g] *= fmax(1, load * 1.001);
     }
-    return INFINITY;
+    return best < limit ? best : INFINITY;
 }
 
 /* ---- exploring --------------------------------------------------------------------------------------- */
@@ -329,9 +349,9 @@ static bool explore_depth(struct tuner *tuner, struct shape *shape, int deep, st
     const struct space *space = &tuner->space;
     struct order plain = space_order(space, 1, deep, policy_of(PREFER_FORWARD, true, false));
     struct order justified = space_order(space, 1, deep, policy_of(PREFER_FORWARD, true, true));
-    if (!explore_order(tuner, shape, plain, sight)) return false;
-    if (space->justified_open) explore_order(tuner, shape, justified, sight);
-    return true;
+    bool matters = explore_order(tuner, shape, plain, sight);
+    if (space->justified_open) matters |= explore_order(tuner, shape, justified, sight);
+    return matters;
 }
 
 /* Many under way first: with fewer there is more waiting, so when many are too slow nothing else need be
@@ -341,6 +361,11 @@ static void explore(struct tuner *tuner, struct shape *shape) {
     struct sight sight = {0};
     int micro_batches = shape->plan.micro_batches, many = micro_batches < 12 ? micro_batches : 12;
     bool matters = explore_depth(tuner, shape, many, &sight);
+    for (int wave = 2; tuner->space.order_open && wave <= 4 && wave <= many; wave++)
+        matters |= explore_order(tuner, shape,
+                                 space_order(&tuner->space, wave, (many + wave - 1) / wave,
+                                             policy_of(PREFER_BACKWARD, true, true)),
+                                 &sight);
     for (size_t i = 0; tuner->space.order_open && i < COUNT(fewer) && matters; i++)
         if (fewer[i] < many) matters = explore_depth(tuner, shape, fewer[i], &sight);
     if (shape->best.order.wave * shape->best.order.waves_in_flight == 12 && micro_batches > 12)
@@ -355,7 +380,7 @@ static void look_again(struct tuner *tuner, struct shape *shape) {
     struct sight sight = {0};
     int deep = shape->best.order.wave * shape->best.order.waves_in_flight;
     int micro_batches = shape->plan.micro_batches, backward = policy_of(PREFER_BACKWARD, true, true);
-    for (int wave = 2; wave <= 4 && wave <= micro_batches; wave++)
+    for (int wave = 2; wave <= MOST_WAVE + 1 && wave <= micro_batches; wave++)
         for (int prefer = PREFER_BACKWARD; prefer <= PREFER_FORWARD; prefer++)
             explore_order(tuner, shape,
                           space_order(space, wave, (deep + wave - 1) / wave,
@@ -385,24 +410,32 @@ static void explore_shapes(struct tuner *tuner) {
 
 /* ---- refining ---------------------------------------------------------------------------------------- */
 
-/* Tries a plan with all layers recomputing, then as it is, then fewer of them until it no longer fits, or
-   more until it does. */
-static void try_layers(struct tuner *tuner, struct plan plan) {
-    int all = layers_of(&plan), step = 0;
+/* Tries a plan with all layers recomputing, and as it is. */
+static double try_guess(struct tuner *tuner, struct plan plan) {
     if (plan.memory.recompute.layers && tuner->space.layers_open) {
         struct plan whole = plan;
         whole.memory.recompute.layers = 0;
         try_plan(&tuner->trials, whole);
     }
-    double load = try_plan(&tuner->trials, plan);
+    return try_plan(&tuner->trials, plan);
+}
+
+/* Then with fewer layers recomputing until it no longer fits, and with more until that is no better. */
+static void try_layers(struct tuner *tuner, struct plan plan) {
+    int all = layers_of(&plan);
+    double load = try_guess(tuner, plan);
     if (!tuner->space.layers_open || !recomputes(plan.memory)) return;
-    for (int round = 0; round < 6; round++) {
-        int layers = plan.memory.recompute.layers ? plan.memory.recompute.layers : all;
-        int next = load > 0 ? 1 : -1;
-        if ((step && next != step) || layers + next > all || layers + next < 1) return;
-        step = next;
-        plan.memory.recompute.layers = layers + step == all ? 0 : layers + step;
-        load = try_plan(&tuner->trials, plan);
+    int here = plan.memory.recompute.layers ? plan.memory.recompute.layers : all;
+    for (int step = -1; step <= 1; step += 2) {
+        if (load > 0 && step < 0) continue;
+        double before = INFINITY;
+        for (int round = 0, layers = here + step; round < 6 && layers >= 1 && layers <= all;
+             round++, layers += step) {
+            plan.memory.recompute.layers = layers == all ? 0 : layers;
+            double more = try_plan(&tuner->trials, plan);
+            if (step < 0 ? more > 0 : more == 0 && tuner->trials.best >= before) break;
+            before = tuner->trials.best;
+        }
     }
 }
 
@@ -433,27 +466,41 @@ static bool waves_matter(int wave, int waves, int micro_batches) {
     return waves == 1 || wave * (waves - 1) < micro_batches;
 }
 
-/* Policies that were ever the best on points of real size; polishing and sweeping try all. */
+/* Orders with waves of one size and some policy, `least` to `most` micro-batches under way: of few all
+   numbers, of many every fourth or so. */
+static void guess_waves(struct tuner *tuner, const struct plan *shape, int wave, int policy, int least,
+                        int most, struct sight *sight, struct guesses *guesses) {
+    for (int waves = (least + wave - 1) / wave; wave * waves < most + wave; waves += 1 + waves / 8)
+        if (waves_matter(wave, waves, shape->micro_batches))
+            guess_order(tuner, shape, space_order(&tuner->space, wave, waves, policy), sight, guesses);
+}
+
+/* Policies and waves that were ever among the best on points of real size; sweeping tries all. Backward
+   passes first hold little however many are under way. */
 static void guess_all_orders(struct tuner *tuner, const struct shape *shape, struct sight *sight,
                              struct guesses *guesses) {
-    const int policies[] = {policy_of(PREFER_FORWARD, true, true), policy_of(PREFER_BACKWARD, true, true),
-                            policy_of(PREFER_FORWARD, false, true), policy_of(PREFER_FORWARD, true, false),
-                            policy_of(PREFER_BACKWARD, true, false)};
-    int deep = shape->best.order.wave * shape->best.order.waves_in_flight;
-    int most = deep + deep / 2 + 2, micro_batches = shape->plan.micro_batches;
-    for (int wave = 1; wave <= most && wave <= micro_batches; wave++)
-        for (int waves = 1; wave * waves <= most; waves++) {
-            if (wave * waves < deep / 2 || !waves_matter(wave, waves, micro_batches)) continue;
-            for (size_t i = 0; i < COUNT(policies); i++)
-                guess_order(tuner, &shape->plan, space_order(&tuner->space, wave, waves, policies[i]), sight,
-                            guesses);
+    const struct plan *plan = &shape->plan;
+    int deep = shape->best.order.wave * shape->best.order.waves_in_flight, least = (deep + 1) / 2;
+    for (int wave = 1; wave <= MOST_WAVE && wave <= plan->micro_batches; wave++)
+        for (int justified = 0; justified <= 1; justified++) {
+            guess_waves(tuner, plan, wave, policy_of(PREFER_FORWARD, true, justified), least,
+                        deep + deep / 2 + 2, sight, guesses);
+            guess_waves(tuner, plan, wave, policy_of(PREFER_BACKWARD, true, justified), least,
+                        3 * deep > 24 ? 3 * deep : 24, sight, guesses);
+            guess_waves(tuner, plan, wave, policy_of(PREFER_FORWARD, false, justified), least,
+                        deep + deep / 2 + 2, sight, guesses);
         }
 }
 
 static void try_guesses(struct tuner *tuner, struct guesses *guesses) {
     if (guesses->count) qsort(guesses->list, (size_t)guesses->count, sizeof *guesses->list, by_seconds);
     for (int i = 0; i < guesses->count && i < WHOLE_TRIALS; i++)
-        if (guesses->list[i].seconds < SLACK * tuner->trials.best) try_layers(tuner, guesses->list[i].plan);
+        if (guesses->list[i].seconds < SLACK * tuner->trials.best) {
+            if (i < NEAR_TRIALS)
+                try_layers(tuner, guesses->list[i].plan);
+            else
+                try_guess(tuner, guesses->list[i].plan);
+        }
     free(guesses->list);
 }
 
@@ -483,6 +530,23 @@ static void refine(struct tuner *tuner, const struct shape *shape) {
     if (tuner->space.order_open) refine_orders(tuner, shape);
 }
 
+/* One that was not among the best, or given up as too slow: as deep as the best plan. */
+static void refine_late(struct tuner *tuner, struct shape shape) {
+    if (shape.bound >= tuner->trials.best) return;
+    if (shape.estimate == INFINITY) {
+        shape.best = with_levers(&shape.plan, tuner->space.levers[0]);
+        shape.best.order = tuner->trials.best_plan.order;
+    }
+    refine(tuner, &shape);
+}
+
+/* More or fewer rings, of more or fewer groups, of GPUs that share the work in the same way. */
+static bool are_alike(const struct plan *a, const struct plan *b) {
+    const struct parallel *x = &a->parallel, *y = &b->parallel;
+    return a->placement == b->placement && x->cp == y->cp &&
+           x->attn_gpus * y->ffn_gpus == y->attn_gpus * x->ffn_gpus;
+}
+
 static void refine_shapes(struct tuner *tuner) {
     struct shapes *explored = &tuner->explored;
     bool open = tuner->space.order_open;
@@ -493,6 +557,11 @@ static void refine_shapes(struct tuner *tuner) {
     if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
     for (int i = 0; i < explored->count && i < finalists; i++)
         if (explored->list[i].estimate < INFINITY) refine(tuner, &explored->list[i]);
+    const struct plan best = tuner->trials.best_plan;
+    for (int i = 0; open && i < explored->count; i++)
+        if ((i >= finalists || explored->list[i].estimate == INFINITY) &&
+            are_alike(&explored->list[i].plan, &best))
+            refine_late(tuner, explored->list[i]);
 }
 
 /* ---- polishing and sweeping -------------------------------------------------------------------------- */
@@ -552,20 +621,6 @@ static void polish(struct tuner *tuner) {
     }
 }
 
-/* The shapes that were not among the best, or given up as too slow: as deep as the best plan. */
-static void refine_more(struct tuner *tuner) {
-    struct shapes *explored = &tuner->explored;
-    for (int i = 0; i < explored->count && has_budget(tuner); i++) {
-        struct shape shape = explored->list[i];
-        if (shape.bound >= tuner->trials.best || (i < FINALISTS && shape.estimate < INFINITY)) continue;
-        if (shape.estimate == INFINITY) {
-            shape.best = with_levers(&shape.plan, tuner->space.levers[0]);
-            shape.best.order = tuner->trials.best_plan.order;
-        }
-        refine(tuner, &shape);
-    }
-}
-
 static void sweep(struct tuner *tuner) {
     for (int i = 0; i < tuner->explored.count && has_budget(tuner); i++) {
         const struct shape *shape = &tuner->explored.list[i];
@@ -602,7 +657,10 @@ static void search(struct tuner *tuner) {
     if (step_operations(tuner) * FEWEST_STEPS > SWEEPING) return;
     tuner->budget_end = tuner->trials.operations + SWEEPING;
     keep_rest(tuner);
-    refine_more(tuner);
+    int finalists = tuner->space.order_open ? FINALISTS : MORE_FINALISTS;
+    for (int i = 0; i < tuner->explored.count && has_budget(tuner); i++)
+        if (i >= finalists || tuner->explored.list[i].estimate == INFINITY)
+            refine_late(tuner, tuner->explored.list[i]);
     polish(tuner);
     sweep(tuner);
 }
