@@ -256,12 +256,15 @@ static void test_unequal_stages(void **state) {
 
 /* ---- DisagMoE under the ratios of section 3 ---------------------------------------------------------- */
 
+/* As the list-scheduler finds it, nothing searched. */
+#define PLAIN "\"patient\":false,\"justified\":false}"
+
 static double best_efficiency(int seq_len, double f) {
-    static const char *const orders[] = {"{\"wave\":16,\"waves_in_flight\":4,\"prefer\":\"backward\"}",
-                                         "{\"wave\":16,\"waves_in_flight\":3,\"prefer\":\"forward\"}",
-                                         "{\"wave\":16,\"waves_in_flight\":3,\"prefer\":\"backward\"}",
-                                         "{\"wave\":16,\"waves_in_flight\":1,\"prefer\":\"wave\"}",
-                                         "{\"wave\":64,\"waves_in_flight\":1,\"prefer\":\"wave\"}"};
+    static const char *const orders[] = {"{\"wave\":16,\"waves_in_flight\":4,\"prefer\":\"backward\"," PLAIN,
+                                         "{\"wave\":16,\"waves_in_flight\":3,\"prefer\":\"forward\"," PLAIN,
+                                         "{\"wave\":16,\"waves_in_flight\":3,\"prefer\":\"backward\"," PLAIN,
+                                         "{\"wave\":16,\"waves_in_flight\":1,\"prefer\":\"wave\"," PLAIN,
+                                         "{\"wave\":64,\"waves_in_flight\":1,\"prefer\":\"wave\"," PLAIN};
     double half = (0.837 + 0.0607 * seq_len / 1024 + f) / 2, best = 0;
     for (size_t i = 0; i < COUNT(orders); i++) {
         struct experiment experiment =
@@ -452,10 +455,12 @@ static void check_breakdown(const struct result *result) {
 
 static void check_memory(const struct outcome *outcome) {
     const struct schedule *schedule = outcome->schedule;
-    struct need *needs = must_alloc(MAX_GROUPS * sizeof *needs);
-    double *peaks = must_alloc((size_t)schedule->group_count * sizeof *peaks), most = 0;
-    int groups = outcome->result.system->needs(&outcome->result.plan, needs);
+    const struct plan *plan = &outcome->result.plan;
+    int groups = outcome->result.system->groups(plan);
     assert_int_equal(groups, schedule->group_count);
+    struct need *needs = must_alloc((size_t)groups * sizeof *needs);
+    double *peaks = must_alloc((size_t)groups * sizeof *peaks), most = 0;
+    outcome->result.system->needs(plan, &plan->memory, 1, needs);
     schedule_memory_peaks(schedule, &outcome->timeline, peaks);
     for (int g = 0; g < groups; g++) {
         assert_near(needs[g].static_bytes, schedule->groups[g].static_bytes, EXACT);
@@ -475,7 +480,7 @@ static bool has_duration_everywhere(const struct schedule *schedule) {
 }
 
 static void check_bound(const struct outcome *outcome) {
-    struct bound bound = outcome->result.system->bound(&outcome->result.plan);
+    struct bound bound = plan_bound(outcome->result.system, &outcome->result.plan);
     assert_at_most(bound.seconds, outcome->result.step_time, "the bound of the step's time");
     /* The tuner bounds a candidate before its state levers are chosen: theirs may not matter to the bound. */
     struct plan other = outcome->result.plan;
@@ -483,7 +488,7 @@ static void check_bound(const struct outcome *outcome) {
     other.memory.grads = !other.memory.grads;
     other.memory.moments = !other.memory.moments;
     other.memory.zero = !other.memory.zero;
-    assert_at_most(outcome->result.system->bound(&other).seconds, outcome->result.step_time,
+    assert_at_most(plan_bound(outcome->result.system, &other).seconds, outcome->result.step_time,
                    "the bound under other state levers");
     if (has_duration_everywhere(outcome->schedule))
         assert_at_most(bound.bytes, outcome->result.peak_memory, "the bound of its memory");
@@ -603,9 +608,9 @@ struct lever {
 };
 
 static const struct lever levers[] = {
-    {"none", {0}},
-    {"selective", {.recompute = RECOMPUTE_SELECTIVE}},
-    {"full", {.recompute = RECOMPUTE_FULL}},
+    {"none", {.grads = PRECISION_FP32}},
+    {"selective", {.recompute = {ATTENTION_NORMS, FFN_ACTIVATION, 0}}},
+    {"full", {.recompute = {ATTENTION_FULL, FFN_FULL, 0}}},
     {"resend", {.expert_input = INPUT_RESEND}},
     {"bf16 gradients", {.grads = PRECISION_BF16}},
     {"bf16 moments", {.moments = PRECISION_BF16}},
@@ -698,7 +703,7 @@ static void test_static_bytes(void **state) {
 static void check_size(int global_batch, int micro_batch_size, int gpus_of_replica, int attention_gpus) {
     struct experiment experiment =
         plain(2, 2, "\"global_batch\":%d,\"micro_batch_size\":%d", global_batch, micro_batch_size);
-    struct plan plan = {.point = &experiment.points[0]};
+    struct plan plan = {.point = &experiment.points[0], .parallel.cp = 1};
     assert_true(plan_size(&plan, gpus_of_replica, attention_gpus));
     int of_replica = attention_gpus * micro_batch_size, room = plan.replicas * of_replica;
     assert_true(plan.sequences == global_batch);
@@ -717,18 +722,22 @@ static void test_plan_size(void **state) {
         for (int size = 1; size <= 3; size++)
             for (int gpus = 2; gpus <= 16; gpus += 3) check_size(batch, size, gpus, 1 + batch % (gpus - 1));
     struct experiment experiment = plain(2, 2, "\"global_batch\":10");
-    struct plan plan = {.point = &experiment.points[0]};
+    struct plan plan = {.point = &experiment.points[0], .parallel.cp = 1};
     assert_true(plan_size(&plan, 8, 4)); /* two replicas of four: the last micro-batch is not full */
     assert_int_equal(plan.replicas, 2);
     assert_int_equal(plan.micro_batches, 2);
     assert_false(plan_size(&plan, 17, 4));
     experiment_free(&experiment);
     experiment = plain(2, 2, "\"micro_batches\":3,\"micro_batch_size\":2");
-    plan = (struct plan){.point = &experiment.points[0]};
+    plan = (struct plan){.point = &experiment.points[0], .parallel.cp = 1};
     assert_true(plan_size(&plan, 5, 4));
     assert_int_equal(plan.replicas, 3);
     assert_int_equal(plan.gpus, 15);
     assert_true(plan.sequences == 3 * 2 * 4 * 3);
+    plan.parallel.cp = 4; /* the four hold two sequences between them */
+    assert_true(plan_size(&plan, 5, 4));
+    assert_true(plan.sequences == 3 * 2 * 1 * 3);
+    assert_true(plan_tokens(&plan) == 2 * 1024 / 4);
     experiment_free(&experiment);
 }
 
@@ -773,7 +782,9 @@ static double best_of_all(const struct point *point, const struct system *system
                                 .placement = placement};
             struct errors ignored = {0};
             struct result result;
-            if (system->size(&plan, &ignored)) {
+            bool possible =
+                system->size(&plan, &ignored) && (!system->settle || system->settle(&plan, &ignored));
+            if (possible) {
                 simulate_plan(system, &plan, &result, NULL, NULL);
                 best = fmin(best, result.step_time / plan.sequences);
             }
@@ -789,12 +800,15 @@ static void test_tuner_finds_the_best(void **state) {
     (void)state;
     struct rng rng = rng_seed(SEED + 1);
     for (int i = 0; i < sampled(30); i++) {
-        struct experiment experiment = plain(
-            between(&rng, 1, 6), 1,
-            "\"%s\":%d,\"placement\":\"auto\",\"memory\":{\"recompute\":\"%s\",\"expert_input\":"
-            "\"%s\"},\"order\":{\"wave\":%d,\"waves_in_flight\":1,\"prefer\":\"wave\"}",
-            CHOOSE(&rng, "global_batch", "micro_batches"), between(&rng, 1, 24),
-            CHOOSE(&rng, "none", "selective", "full"), CHOOSE(&rng, "keep", "resend"), between(&rng, 1, 8));
+        struct experiment experiment =
+            plain(between(&rng, 1, 6), 1,
+                  "\"%s\":%d,\"placement\":\"auto\",\"memory\":{\"recompute\":\"%s\",\"expert_input\":"
+                  "\"%s\",\"grads\":\"fp32\",\"moments\":\"fp32\",\"zero\":0,\"offload\":false},"
+                  "\"order\":{\"wave\":%d,\"waves_in_flight\":1,\"prefer\":\"wave\",\"patient\":%s,"
+                  "\"justified\":%s}",
+                  CHOOSE(&rng, "global_batch", "micro_batches"), between(&rng, 1, 24),
+                  CHOOSE(&rng, "none", "selective", "full"), CHOOSE(&rng, "keep", "resend"),
+                  between(&rng, 1, 8), CHOOSE(&rng, "false", "true"), CHOOSE(&rng, "false", "true"));
         const struct point *point = &experiment.points[0];
         for (int k = 0; k < 2; k++) {
             struct outcome outcome = simulate(point, point->systems[k]);
@@ -820,7 +834,18 @@ static void test_nothing_fits(void **state) {
         assert_false(feasible);
         assert_no_errors(&errors);
     }
+    /* So does one in whose layout something is left to be searched. */
+    point->parallel = (struct parallel){.pp = 2, .ep = 2, .groups = 2, .attn_gpus = 1};
+    for (int i = 0; i < 2; i++) {
+        struct plan plan;
+        struct errors errors = {0};
+        bool feasible = true;
+        assert_true(tune_point(system_named(point->systems[i]), point, &plan, &feasible, &errors));
+        assert_false(feasible);
+        assert_no_errors(&errors);
+    }
     /* A layout and a memory that are given run all the same. */
+    point->parallel.vpp = point->parallel.ffn_gpus = 1;
     point->auto_memory = point->auto_placement = false;
     point->placement = PLACEMENT_MIXED;
     for (int i = 0; i < 2; i++) {
