@@ -294,9 +294,9 @@ static struct bound bound_of(const struct ring *ring) {
         for (int i = 0; i < ring->head_count; i++)
             if (ring->heads[i] == g) load.f += ring->head[0] + ring->head[1];
         /* The first micro-batch has to come to the group, and the last one from it back to the first; the
-           combine of the layer before, in both directions, is the group's own. */
+           combine of the layer before, in both directions, is the group's own, and so is the embedding. */
         double way = trip.due[g] + trip.whole - trip.attention_back[g];
-        if (g > 0) way -= ring->cost[g - 1].combine.seconds;
+        way -= g > 0 ? ring->cost[g - 1].combine.seconds : ring->embed[1];
         bound.busy = fmax(bound.busy, way + busiest_lane(load) * plan->micro_batches);
         bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, a, a_static));
         bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, f, f_static));
