@@ -495,13 +495,16 @@ static double kept_bytes(const struct layout *layout, int layer) {
 
 static double backward_bytes(const struct layout *layout, int layer) {
     const struct layer_memory *memory = &layout->memory[layer];
+    struct recompute recompute = layout->recompute[layer];
     bool moe = model_layer_is_moe(layout->plan->point->model, layer);
+    bool again = sends_again(layout, recompute);
     double ffn = memory->full_ffn - memory->ffn;
-    if (moe) ffn += (sends_again(layout, layout->recompute[layer]) ? 3 : 2) * memory->expert_input;
-    if (layout->recompute[layer].attention == ATTENTION_FULL) /* restored ahead of both */
+    if (moe) ffn += (again ? 3 : 2) * memory->expert_input;
+    if (recompute.attention == ATTENTION_FULL) /* restored ahead of both */
         ffn += memory->full_attention - memory->attention;
     double attention =
         memory->full_attention - memory->attention + memory->layer_input + 2 * memory->gathered;
+    attention -= memory->ffn + (moe && !again ? memory->expert_input : 0); /* free by then */
     return fmax(ffn, attention);
 }
 
