@@ -296,7 +296,7 @@ static double follow(struct tuner *tuner, const struct plan *shape, struct sight
         double part = estimate_of(tuner, &guess.plan, limit, &load);
         *found = guess.plan;
         /* Layers that are all alike may keep a better beat, although they have more to do. */
-        if (guess.plan.memory.recompute.layers) {
+        if (guess.plan.memory.recompute.layers && tuner->space.layers_open) {
             double ignored;
             guess.plan.memory.recompute.layers = 0;
             seconds = estimate_of(tuner, &guess.plan, fmin(limit, part), &ignored);
