@@ -461,6 +461,29 @@ static void check_times(const struct outcome *outcome) {
     assert_at_most(outcome->result.efficiency, 1, "efficiency");
 }
 
+/* GPU-seconds of a replica, of all workers. */
+static void check_busy(const struct outcome *outcome) {
+    const struct schedule *schedule = outcome->schedule;
+    double all = 0, again = 0, optimizer = 0, busiest = 0;
+    double *lanes = must_alloc((size_t)schedule->group_count * sizeof *lanes);
+    for (int op = 0; op < schedule->op_count; op++) {
+        const struct operation *it = &schedule->ops[op];
+        if (it->lane_count != 1) continue;
+        int group = it->lanes[0] / RESOURCE_COUNT;
+        double seconds = it->duration * schedule->groups[group].gpus;
+        all += seconds;
+        again += it->pass == PASS_RECOMPUTE ? seconds : 0;
+        optimizer += it->kind == KIND_OPTIMIZER ? seconds : 0;
+        busiest = fmax(busiest, lanes[group] += it->duration);
+    }
+    assert_near(outcome->result.compute_busy, all, EXACT);
+    assert_near(outcome->result.recompute_busy, again, EXACT);
+    assert_near(outcome->result.optimizer_busy, optimizer, EXACT);
+    assert_near(outcome->result.busiest_compute, busiest, EXACT);
+    assert_near(outcome->result.efficiency * outcome->result.step_time, busiest, EXACT);
+    free(lanes);
+}
+
 static void check_replay(struct outcome *outcome) {
     struct timeline again = {0};
     size_t bytes = (size_t)outcome->schedule->op_count * sizeof(double);
@@ -608,6 +631,7 @@ static bool check_everything(struct outcome *outcome, struct rng *rng) {
     if (!valid) fail_msg("%s", errors.messages[0]);
     assert_no_errors(&errors);
     check_times(outcome);
+    check_busy(outcome);
     check_replay(outcome);
     check_breakdown(&outcome->result);
     check_memory(outcome);

@@ -13,6 +13,7 @@ repository's root, whose cluster file lends its rates.
 #include <cmocka.h>
 
 #include "baselines/baselines.h"
+#include "disagmoe/placement.h"
 #include "sim/sim.h"
 
 #include <math.h>
@@ -197,6 +198,10 @@ static void check_megatron_chain(struct level level, int dense, int pp, int vpp)
                                 pp > 1 && vpp > 1 ? pp : 1, pp, vpp, memory);
     if (pp == 1 || vpp == 1)
         assert_near(run.result.step_time, megatron_seconds(level, 8, dense, pp, vpp), EXACT);
+    if (pp == 1) {
+        struct bound bound = plan_bound(run.result.system, &run.result.plan);
+        assert_near(bound.busy, run.result.step_time - END, EXACT);
+    }
     bool full[2];
     int again[2] = {0}, per_stage = 8 / pp, micro_batches = run.result.plan.micro_batches;
     for (int i = 0; i < per_stage; i++) {
@@ -240,6 +245,11 @@ static void check_ring_chain(struct level level, int p, int dense) {
     double now = EMBED_FWD + 6 * (A_FWD + DISPATCH + F_FWD + COMBINE) + HEAD;
     for (int l = 5; l >= 0; l--) now = ring_back(level, l / p, now);
     assert_near(run.result.step_time, now + EMBED_BWD + END, EXACT);
+    struct bound bound = plan_bound(run.result.system, &run.result.plan);
+    bool waits =
+        level.resend || (level.attention == ATTENTION_FULL && level.ffn == FFN_FULL); /* for a port */
+    assert_true(bound.busy <= now + EMBED_BWD);
+    if (!waits) assert_near(bound.busy, now + EMBED_BWD, EXACT);
     run_free(&run);
 }
 
@@ -254,6 +264,7 @@ static void test_every_level(void **state) {
                     check_megatron_chain(level, 0, 1, 1);
                     check_megatron_chain(level, 3, 1, 1);
                     check_megatron_chain(level, 2, 2, 2);
+                    check_megatron_chain(level, 2, 2, 4);
                     check_ring_chain(level, 1, 0);
                     check_ring_chain(level, 2, 1);
                     check_ring_chain(level, 3, 0);
@@ -525,6 +536,80 @@ static void test_step_end(void **state) {
     for (int i = 0; i < 16; i++) check_end(i & 1, i >> 1 & 1, i >> 2 & 1, i >> 3);
 }
 
+/* Reduction round a ring of `count` GPUs on nodes of their own, and all-gather behind it. */
+static double reduced(double parameters, int count) {
+    double bytes = 4 * parameters;
+    return count > 1 ? 2 * ((count - 1) * bytes / count / 45e9 + (count - 1) * 9.6e-6) : 0;
+}
+
+static void assert_holds(const struct run *run, int group, double parameters, double sync) {
+    assert_near(run->schedule->groups[group].static_bytes, (2 + 4 + 4 + 8) * parameters, EXACT);
+    assert_near(duration_on(run, KIND_GRAD_SYNC, group), sync, EXACT);
+}
+
+/* Two stages of two GPUs, twice: what a stage shares is on four, an expert on two, a tied embedding on all
+   eight. */
+static void check_stage_holders(bool tied) {
+    struct run run =
+        run_system("megatron", (struct shape){4, 1, 8, 1, tied ? ",\"model.tie_embeddings\":[true]" : NULL},
+                   "\"micro_batches\":2,\"parallel\":{\"pp\":2,\"vpp\":1,\"ep\":2},\"memory\":{}");
+    const struct model *model = run.experiment.points[0].model;
+    double embedding = model_embedding_parameters(model);
+    for (int stage = 0; stage < 2; stage++) {
+        double shared = stage ? model_head_parameters(model) : tied ? 0 : embedding, experts = 0;
+        for (int i = 0; i < run.schedule->op_count; i++) {
+            const struct operation *op = &run.schedule->ops[i];
+            if (op->kind != KIND_ATTENTION || op->pass != PASS_FORWARD || op->micro_batch ||
+                op->lanes[0] != lane_of(stage, RESOURCE_COMPUTE))
+                continue;
+            shared += model_attention_parameters(model) + model_router_parameters(model, op->layer) +
+                      model_shared_parameters(model, op->layer);
+            if (op->layer > 0) experts += 8 * model_expert_parameters(model);
+        }
+        double sync = reduced(shared, 4) + reduced(experts, 2) + (tied ? reduced(embedding, 8) : 0);
+        assert_holds(&run, stage, shared + experts + (tied ? embedding : 0), sync);
+    }
+    run_free(&run);
+}
+
+/* Two groups of m + n GPUs, twice. An F-GPU has its part of the experts; the head is on one group or on both.
+ */
+static void check_ring_holders(int m, int n, bool tied, bool all) {
+    struct run run = run_system(
+        "disagmoe", (struct shape){4, 0, 4 * (m + n), 1, tied ? ",\"model.tie_embeddings\":[true]" : NULL},
+        "\"micro_batches\":2,\"parallel\":{\"groups\":2,\"attn_gpus\":%d,\"ffn_gpus\":%d},\"memory\":{},"
+        "\"placement\":\"split-nodes\",\"head\":\"%s\"",
+        m, n, all ? "all-ffn" : "last-ffn");
+    const struct model *model = run.experiment.points[0].model;
+    double embedding = model_embedding_parameters(model), head = model_head_parameters(model);
+    int heads = all ? 2 : 1, with_tied = 2 * (m + heads * n);
+    for (int g = 0; g < 2; g++) {
+        double attention = 2 * (model_attention_parameters(model) + model_router_parameters(model, 0));
+        double experts = 2 * (16 / n) * model_expert_parameters(model), norms = 2 * HIDDEN;
+        double tie = tied ? reduced(embedding, with_tied) : 0;
+        if (g == 0 && !tied) attention += embedding;
+        assert_holds(&run, g, attention + (g == 0 && tied ? embedding : 0),
+                     reduced(attention, 2 * m) + (g == 0 ? tie : 0));
+        bool here = all || g == 1;
+        assert_holds(&run, 2 + g, norms + experts + here * (head + (tied ? embedding : 0)),
+                     reduced(norms, 2 * n) + reduced(experts, 2) +
+                         (here ? reduced(head, 2 * heads * n) + tie : 0));
+    }
+    run_free(&run);
+}
+
+static void test_who_holds_what(void **state) {
+    (void)state;
+    for (int tied = 0; tied < 2; tied++) {
+        check_stage_holders(tied);
+        for (int all = 0; all < 2; all++) {
+            check_ring_holders(1, 1, tied, all);
+            check_ring_holders(2, 1, tied, all);
+            check_ring_holders(1, 2, tied, all);
+        }
+    }
+}
+
 /* ---- the head ---------------------------------------------------------------------------------------- */
 
 /* On all groups: the last combine goes out in p parts, one behind the other, each group has its part of the
@@ -545,6 +630,7 @@ static void test_head_on_all_groups(void **state) {
             double there = 5 * (3 + 13 + 7) + 4 * 12, back = 5 * (15 + 13 + 7) + 4 * 12;
             double turn = 12.0 * (parts + 1) / parts + 300.0 / parts;
             assert_near(run.result.step_time, there + turn + back, EXACT);
+            assert_near(plan_bound(run.result.system, &run.result.plan).busy, there + turn + back, EXACT);
             for (int i = 0; i < run.schedule->op_count; i++) {
                 const struct operation *op = &run.schedule->ops[i];
                 bool head = op->kind == KIND_HEAD, of_last = op->kind == KIND_COMBINE && op->layer == 4;
@@ -575,14 +661,19 @@ static void test_ring_waits_for_its_head(void **state) {
     for (int p = 1; p <= 4; p++)
         for (int m = 4; m <= 32; m += 14) {
             double seconds[2];
-            for (int all = 0; all < 2; all++)
-                seconds[all] = step_and_free(run_system(
+            for (int all = 0; all < 2; all++) {
+                struct run run = run_system(
                     "disagmoe", (struct shape){p, 0, 1, 8, NULL},
                     "\"micro_batches\":%d,\"parallel\":{\"groups\":%d,\"attn_gpus\":1,\"ffn_gpus\":1},"
                     "\"placement\":\"mixed-nodes\",\"head\":\"%s\",\"costs\":{\"ffn_fwd_s\":1,\"ffn_bwd_s\":"
                     "2,"
                     "\"head_fwd_s\":0.5,\"head_bwd_s\":1}",
-                    m, p, all ? "all-ffn" : "last-ffn"));
+                    m, p, all ? "all-ffn" : "last-ffn");
+                /* The lower bound knows as much of it. */
+                struct bound bound = plan_bound(run.result.system, &run.result.plan);
+                if (!all) assert_near(bound.busy, run.result.step_time, EXACT);
+                seconds[all] = step_and_free(run);
+            }
             assert_near(seconds[0], (p - 1) * (f + b) + m * (f + b + head), EXACT);
             if (p == 1) assert_true(seconds[1] == seconds[0]);
             assert_true(seconds[1] >= m * (f + b + head / p));
@@ -662,6 +753,68 @@ static void test_some_layers(void **state) {
     }
 }
 
+/* ---- bounds of memory -------------------------------------------------------------------------------- */
+
+/* What any order must hold is all that is held where one micro-batch after the other goes through one stage
+   or group, and a stage of several holds what is under way at its first backward pass. */
+static void check_memory_bound(const char *system, int dense, const char *parallel, int micro_batches,
+                               struct level level, double least) {
+    char memory[160];
+    level_text(level, memory, sizeof memory);
+    struct run run = run_system(system, (struct shape){8, dense, 1, 4, ",\"order.wave\":[1]"},
+                                "\"micro_batches\":%d,\"parallel\":%s,\"placement\":\"mixed-nodes\",%s",
+                                micro_batches, parallel, memory);
+    double bytes = plan_bound(run.result.system, &run.result.plan).bytes, peak = run.result.peak_memory;
+    if (bytes > peak * (1 + EXACT) || bytes < least * peak)
+        fail_msg("%s %s %s: at least %.17g, held %.17g", system, parallel, memory, bytes, peak);
+    run_free(&run);
+}
+
+static void test_memory_bounds(void **state) {
+    (void)state;
+    static const struct level levels[] = {{0},
+                                          {ATTENTION_NORMS, FFN_ACTIVATION, 0, false},
+                                          {ATTENTION_PROJECTIONS, FFN_FULL, 2, true},
+                                          {ATTENTION_FULL, FFN_FULL, 0, false}};
+    /* Where several are under way an input may be there early; behind a dense last layer the head's input is
+       there beside all that is kept. */
+    for (size_t i = 0; i < COUNT(levels); i++)
+        for (int dense = 1; dense <= 8; dense += 7) {
+            struct level it = levels[i];
+            double least = dense == 8 ? 0.95 : 1 - EXACT;
+            check_memory_bound("megatron", dense, "{\"pp\":1,\"vpp\":1,\"ep\":2}", 3, it, least);
+            check_memory_bound("megatron", dense, "{\"pp\":2,\"vpp\":1,\"ep\":2}", 6, it, 0.95);
+            check_memory_bound("megatron", dense, "{\"pp\":2,\"vpp\":2,\"ep\":2}", 6, it, 0.9);
+            check_memory_bound("megatron", dense, "{\"pp\":1,\"vpp\":1,\"ep\":4,\"cp\":4}", 3, it, least);
+            check_memory_bound("disagmoe", dense, "{\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":2}", 3, it,
+                               least);
+            check_memory_bound("disagmoe", dense, "{\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":2,\"cp\":2}", 3,
+                               it, least);
+            check_memory_bound("disagmoe", dense, "{\"groups\":2,\"attn_gpus\":1,\"ffn_gpus\":1}", 3, it,
+                               0.95);
+        }
+}
+
+/* Ahead of placing, computation alone is known: of one group, that of its busier side. */
+static void test_outline(void **state) {
+    (void)state;
+    for (int n = 1; n <= 8; n += 7) {
+        struct run run =
+            run_system("disagmoe", (struct shape){6, 0, 2, 8, NULL},
+                       "\"micro_batches\":3,\"parallel\":{\"groups\":1,\"attn_gpus\":8,\"ffn_gpus\":%d},"
+                       "\"placement\":\"split-nodes\",\"memory\":{\"recompute\":{\"attention\":\"norms\","
+                       "\"ffn\":\"full\",\"layers\":4}}",
+                       n);
+        double sides[2] = {0};
+        for (int i = 0; i < run.schedule->op_count; i++)
+            if (run.schedule->ops[i].layer >= 0 && run.schedule->ops[i].lane_count == 1)
+                sides[run.schedule->ops[i].kind == KIND_FFN] += run.schedule->ops[i].duration;
+        assert_near(run.result.system->outline(&run.result.plan).seconds, fmax(sides[0], sides[1]), EXACT);
+        assert_true((sides[1] > sides[0]) == (n == 1)); /* either is the busier one */
+        run_free(&run);
+    }
+}
+
 /* ---- who is slow, who has what ----------------------------------------------------------------------- */
 
 /* A slow GPU slows the step by as much in whichever replica it stands. */
@@ -685,6 +838,242 @@ static void test_slow_replica(void **state) {
         assert_near(seconds[2], seconds[1], EXACT);
     }
 }
+
+/* ---- layouts ----------------------------------------------------------------------------------------- */
+
+static bool runs_fit(int gpus, int cp) {
+    return gpus % cp == 0 && (cp == 1 || SEQ_LEN % (2 * cp) == 0);
+}
+
+/* Of 6 layers and 16 experts on `gpus`, with what is given; 0: open. */
+static int stage_layouts(int gpus, struct parallel given) {
+    int count = 0;
+    for (int ep = 1; ep <= gpus && ep <= 16; ep++)
+        for (int pp = 1; pp * ep <= gpus && pp <= 6; pp++)
+            for (int vpp = 1; vpp * pp <= 6; vpp++)
+                for (int cp = 1; cp <= ep; cp++) {
+                    if ((given.ep && ep != given.ep) || (given.pp && pp != given.pp) ||
+                        (given.cp && cp != given.cp))
+                        continue;
+                    bool even = given.ep || gpus % ep == 0 || 16 % ep == 0;
+                    count += even && (pp > 1 || vpp == 1) && runs_fit(ep, cp);
+                }
+    return count;
+}
+
+/* A ring's groups are as large as some number of replicas allows. */
+static int ring_layouts(int gpus, struct parallel given) {
+    int count = 0;
+    for (int p = 1; p <= gpus / 2 && p <= 6; p++)
+        for (int m = 1; m < gpus; m++)
+            for (int n = 1; n <= 16 && p * (m + n) <= gpus; n++)
+                for (int cp = 1; cp <= m; cp++) {
+                    int replicas = gpus / p / (m + n);
+                    bool largest = gpus / p / replicas == m + n;
+                    if ((given.groups && p != given.groups) || (given.attn_gpus && m != given.attn_gpus) ||
+                        (given.cp && cp != given.cp))
+                        continue;
+                    count += largest && runs_fit(m, cp);
+                }
+    return count;
+}
+
+static void test_layouts(void **state) {
+    (void)state;
+    static const struct parallel givens[] = {
+        {0}, {.pp = 2, .groups = 2}, {.ep = 3, .attn_gpus = 3}, {.cp = 2}, {.ep = 4, .cp = 4, .groups = 3}};
+    for (int gpus = 2; gpus <= 12; gpus += 5)
+        for (size_t i = 0; i < COUNT(givens); i++) {
+            struct experiment experiment;
+            struct errors errors = {0};
+            char *text = manifest_of((struct shape){6, 0, 1, gpus, NULL}, "\"global_batch\":8");
+            assert_true(experiment_read_text(text, "experiments/test.json", &experiment, &errors));
+            free(text);
+            struct point *point = &experiment.points[0];
+            point->parallel = givens[i];
+            assert_int_equal(system_named("megatron")->layouts(point, NULL, 0),
+                             stage_layouts(gpus, givens[i]));
+            assert_int_equal(system_named("disagmoe")->layouts(point, NULL, 0),
+                             ring_layouts(gpus, givens[i]));
+            experiment_free(&experiment);
+        }
+}
+
+/* ---- where the ring stands --------------------------------------------------------------------------- */
+
+static int between(struct rng *rng, int low, int high) {
+    return low + rng_below(rng, high - low + 1);
+}
+
+/* A random ring of two layers in one group; the layout may have several replicas. Returns the manifest's end.
+ */
+static struct shape random_ring(struct rng *rng, char *layout, size_t size) {
+    struct shape shape = {2, 0, between(rng, 2, 4), 1 << between(rng, 1, 2), NULL};
+    bool split = rng_below(rng, 2);
+    int gpus = shape.nodes * shape.gpus_per_node, most = gpus / between(rng, 1, 3), cp = between(rng, 1, 2);
+    int m = cp * between(rng, 1, most / 2 / cp > 0 ? most / 2 / cp : 1),
+        n = between(rng, 1, most - m > 0 ? most - m : 1);
+    if (split && m > gpus / 2) m = cp;
+    if (split && n > gpus / 2 - 1) n = 1;
+    snprintf(layout, size,
+             "\"global_batch\":64,\"parallel\":{\"groups\":1,\"attn_gpus\":%d,\"ffn_gpus\":%d,\"cp\":%d},"
+             "\"memory\":{},\"placement\":\"%s-nodes\"",
+             m, n < 16 ? n : 16, cp, split ? "split" : "mixed");
+    return shape;
+}
+
+static struct layer_cost cost_of(const struct plan *plan, const struct ring_placement *placement,
+                                 int replica) {
+    struct sides sides = {placement->attention[replica], placement->ffn[replica],
+                          placement->attention[replica]};
+    return plan_layer_cost(plan, 0, (struct recompute){0}, sides);
+}
+
+static double seconds_of(struct layer_cost cost) {
+    return cost.attention[PASS_FORWARD] + cost.ffn[PASS_FORWARD] + cost.dispatch.seconds +
+           cost.combine.seconds;
+}
+
+/* The step ends when the slowest replica does: its layers are the schedule's. */
+static void check_modelled_replica(const struct run *run, const struct ring_placement *placement) {
+    double slowest = 0, modelled = 0;
+    for (int r = 0; r < run->result.plan.replicas; r++)
+        slowest = fmax(slowest, seconds_of(cost_of(&run->result.plan, placement, r)));
+    for (int i = 0; i < run->schedule->op_count; i++) {
+        const struct operation *op = &run->schedule->ops[i];
+        if (op->layer == 0 && op->micro_batch == 0 && op->pass == PASS_FORWARD) modelled += op->duration;
+    }
+    assert_near(modelled, slowest, EXACT);
+}
+
+static bool straddles(const struct plan *plan, const struct ring_placement *placement) {
+    int cp = plan->parallel.cp, node = plan->point->cluster->gpus_per_node;
+    for (int r = 0; r < plan->replicas; r++)
+        for (int i = 0; i < plan->parallel.attn_gpus; i++)
+            if (placement->attention[r].gpus[i] / node != placement->attention[r].gpus[i - i % cp] / node)
+                return true;
+    return false;
+}
+
+/* Whatever numbers of NICs might have been given, none makes the longest transfer of the first replica
+   shorter, unless that tears runs apart which the choice leaves whole. */
+static int check_division(const struct run *run, const struct ring_placement *placement) {
+    const struct plan *plan = &run->result.plan;
+    struct layer_cost chosen = cost_of(plan, placement, 0);
+    double longest = fmax(chosen.dispatch.seconds, chosen.combine.seconds);
+    bool torn = straddles(plan, placement);
+    int most = plan->point->cluster->nodes * plan->point->cluster->nics_per_node, tried = 0;
+    for (int a = 1; a < most; a++)
+        for (int f = plan->placement == PLACEMENT_MIXED ? most - a : 1; a + f <= most; f++) {
+            struct plan other = *plan;
+            struct ring_placement stands;
+            struct arena *arena = arena_new();
+            other.parallel.attn_nics = a;
+            other.parallel.ffn_nics = f;
+            if (placement_make(&other, arena, &stands, NULL) && (torn || !straddles(&other, &stands))) {
+                struct layer_cost cost = cost_of(&other, &stands, 0);
+                double here = fmax(cost.dispatch.seconds, cost.combine.seconds);
+                if (here < longest * (1 - 1e-6))
+                    fail_msg("%d and %d NICs: %g s; %d and %d: %g s", plan->parallel.attn_nics,
+                             plan->parallel.ffn_nics, longest, a, f, here);
+                tried++;
+            }
+            arena_free(arena);
+        }
+    return tried;
+}
+
+static void test_where_the_ring_stands(void **state) {
+    (void)state;
+    struct rng rng = rng_seed(20260901);
+    int several = 0, divided = 0;
+    for (int i = 0; i < 60; i++) {
+        char layout[256];
+        struct shape shape = random_ring(&rng, layout, sizeof layout);
+        struct run run = run_system("disagmoe", shape, "%s", layout);
+        struct ring_placement placement;
+        struct arena *arena = arena_new();
+        assert_true(placement_make(&run.result.plan, arena, &placement, NULL));
+        several += run.result.plan.replicas > 1;
+        check_modelled_replica(&run, &placement);
+        if (run.result.plan.parallel.attn_nics != NICS_SHARED)
+            divided += check_division(&run, &placement) > 1;
+        arena_free(arena);
+        run_free(&run);
+    }
+    assert_true(several > 10 && divided > 20);
+}
+
+/* ---- the ring's policy ------------------------------------------------------------------------------- */
+
+/* Smaller goes first: by direction if the policy says so, then the older wave, the earlier place on the
+   micro-batch's way, the earlier micro-batch. */
+static double rank_of(const struct operation *op, int layers, int wave, const char *prefer) {
+    bool backward = op->pass != PASS_FORWARD;
+    int layer = op->kind == KIND_EMBED ? 0 : op->kind == KIND_HEAD ? layers - 1 : op->layer;
+    int place = backward ? 2 * layers - 1 - layer : layer, last = 0;
+    if (strcmp(prefer, "backward") == 0) last = !backward;
+    if (strcmp(prefer, "forward") == 0) last = backward;
+    return last * 1e9 + op->micro_batch / wave * 1e6 + place * 1e3 + op->micro_batch;
+}
+
+/* Of a group's computations that were ready, the first in rank was started. */
+static int check_policy(const struct run *run, int lane, int wave, const char *prefer) {
+    const struct schedule *s = run->schedule;
+    int compared = 0;
+    for (int i = 0; i < s->lanes[lane].count; i++)
+        for (int k = i + 1; k < s->lanes[lane].count; k++) {
+            const struct operation *first = &s->ops[s->lanes[lane].ops[i]],
+                                   *then = &s->ops[s->lanes[lane].ops[k]];
+            double start = run->timeline.start[s->lanes[lane].ops[i]], ready = 0;
+            for (int d = 0; d < then->dep_count; d++)
+                ready = fmax(ready, run->timeline.end[s->deps[then->first_dep + d]]);
+            if (then->kind == KIND_OPTIMIZER || ready > start) continue;
+            assert_true(rank_of(first, s->layers, wave, prefer) <= rank_of(then, s->layers, wave, prefer));
+            compared++;
+        }
+    return compared;
+}
+
+static void test_policy(void **state) {
+    (void)state;
+    static const char *const prefers[] = {"backward", "forward", "wave"};
+    for (size_t i = 0; i < COUNT(prefers); i++)
+        for (int wave = 1; wave <= 6; wave += 2)
+            for (int waves = 1; waves <= 3; waves++) {
+                char order[160];
+                snprintf(order, sizeof order,
+                         ",\"order.wave\":[%d],\"order.waves_in_flight\":[%d],\"order.prefer\":[\"%s\"]",
+                         wave, waves, prefers[i]);
+                struct run run = run_system(
+                    "disagmoe", (struct shape){7, 0, 1, 8, order},
+                    "\"micro_batches\":14,\"parallel\":{\"groups\":3,\"attn_gpus\":1,\"ffn_gpus\":1},"
+                    "\"memory\":"
+                    "{\"recompute\":\"selective\"},\"placement\":\"mixed-nodes\",\"costs\":{\"attn_fwd_s\":0."
+                    "9,"
+                    "\"attn_bwd_s\":2.1,\"ffn_fwd_s\":1.3,\"ffn_bwd_s\":2.4,\"dispatch_s\":0.7,\"combine_s\":"
+                    "0.6,"
+                    "\"embed_fwd_s\":0.1,\"embed_bwd_s\":0.2,\"head_fwd_s\":0.5,\"head_bwd_s\":0.8}");
+                int compared = 0, first[14], under_way = 0, most = 0;
+                for (int g = 0; g < 6; g++)
+                    compared += check_policy(&run, lane_of(g, RESOURCE_COMPUTE), wave, prefers[i]);
+                if (wave * waves > 2) assert_true(compared > 10);
+                /* No more are under way than the waves say: a micro-batch begins behind another's end. */
+                const struct lane *lane = &run.schedule->lanes[lane_of(0, RESOURCE_COMPUTE)];
+                for (int k = 0; k < lane->count; k++) {
+                    const struct operation *op = &run.schedule->ops[lane->ops[k]];
+                    if (op->kind != KIND_EMBED) continue;
+                    under_way += op->pass == PASS_FORWARD ? 1 : -1;
+                    if (op->pass == PASS_FORWARD) first[op->micro_batch] = k;
+                    if (under_way > most) most = under_way;
+                }
+                assert_int_equal(most, wave * waves < 14 ? wave * waves : 14);
+                for (int m = 1; m < wave && m < 14; m++) assert_true(first[m] > first[m - 1]);
+                run_free(&run);
+            }
+}
+
+/* ---- stages ------------------------------------------------------------------------------------------ */
 
 /* Layers are spread so that the slowest stage, embedding and head included, is as fast as can be. */
 static void test_stages_are_balanced(void **state) {
@@ -719,11 +1108,17 @@ int main(void) {
         cmocka_unit_test(test_context_parallelism),
         cmocka_unit_test(test_communication_in_all),
         cmocka_unit_test(test_step_end),
+        cmocka_unit_test(test_who_holds_what),
         cmocka_unit_test(test_head_on_all_groups),
         cmocka_unit_test(test_ring_waits_for_its_head),
         cmocka_unit_test(test_head_parameters),
         cmocka_unit_test(test_some_layers),
+        cmocka_unit_test(test_memory_bounds),
+        cmocka_unit_test(test_outline),
         cmocka_unit_test(test_slow_replica),
+        cmocka_unit_test(test_layouts),
+        cmocka_unit_test(test_where_the_ring_stands),
+        cmocka_unit_test(test_policy),
         cmocka_unit_test(test_stages_are_balanced),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
