@@ -761,7 +761,7 @@ static void check_memory_bound(const char *system, int dense, const char *parall
                                struct level level, double least) {
     char memory[160];
     level_text(level, memory, sizeof memory);
-    struct run run = run_system(system, (struct shape){8, dense, 1, 4, ",\"order.wave\":[1]"},
+    struct run run = run_system(system, (struct shape){8, dense, 2, 4, ",\"order.wave\":[1]"},
                                 "\"micro_batches\":%d,\"parallel\":%s,\"placement\":\"mixed-nodes\",%s",
                                 micro_batches, parallel, memory);
     double bytes = plan_bound(run.result.system, &run.result.plan).bytes, peak = run.result.peak_memory;
@@ -785,6 +785,7 @@ static void test_memory_bounds(void **state) {
             check_memory_bound("megatron", dense, "{\"pp\":1,\"vpp\":1,\"ep\":2}", 3, it, least);
             check_memory_bound("megatron", dense, "{\"pp\":2,\"vpp\":1,\"ep\":2}", 6, it, 0.95);
             check_memory_bound("megatron", dense, "{\"pp\":2,\"vpp\":2,\"ep\":2}", 6, it, 0.9);
+            check_memory_bound("megatron", dense, "{\"pp\":2,\"vpp\":2,\"ep\":4}", 6, it, 0.9);
             check_memory_bound("megatron", dense, "{\"pp\":1,\"vpp\":1,\"ep\":4,\"cp\":4}", 3, it, least);
             check_memory_bound("disagmoe", dense, "{\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":2}", 3, it,
                                least);
@@ -970,7 +971,10 @@ static int check_division(const struct run *run, const struct ring_placement *pl
             struct arena *arena = arena_new();
             other.parallel.attn_nics = a;
             other.parallel.ffn_nics = f;
-            if (placement_make(&other, arena, &stands, NULL) && (torn || !straddles(&other, &stands))) {
+            bool stood = placement_make(&other, arena, &stands, NULL),
+                 tears = stood && straddles(&other, &stands);
+            if (stood && !tears) assert_false(torn);
+            if (stood && (torn || !tears)) {
                 struct layer_cost cost = cost_of(&other, &stands, 0);
                 double here = fmax(cost.dispatch.seconds, cost.combine.seconds);
                 if (here < longest * (1 - 1e-6))
@@ -990,6 +994,20 @@ static void test_where_the_ring_stands(void **state) {
     for (int i = 0; i < 60; i++) {
         char layout[256];
         struct shape shape = random_ring(&rng, layout, sizeof layout);
+        if (i == 0) { /* the second of three replicas has its run on two nodes */
+            shape = (struct shape){2, 0, 3, 6, NULL};
+            snprintf(
+                layout, sizeof layout,
+                "\"global_batch\":64,\"parallel\":{\"groups\":1,\"attn_gpus\":4,\"ffn_gpus\":2,\"cp\":4},"
+                "\"memory\":{},\"placement\":\"split-nodes\"");
+        }
+        if (i == 1) { /* on another node the run's GPUs would have two more NICs, and a link between them */
+            shape = (struct shape){2, 0, 4, 2, NULL};
+            snprintf(
+                layout, sizeof layout,
+                "\"global_batch\":64,\"parallel\":{\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":3,\"cp\":2},"
+                "\"memory\":{},\"placement\":\"split-nodes\"");
+        }
         struct run run = run_system("disagmoe", shape, "%s", layout);
         struct ring_placement placement;
         struct arena *arena = arena_new();
