@@ -413,8 +413,8 @@ static bool size(struct plan *plan, struct errors *errors) {
                    "found pp %d × vpp %d; at most the model's %d layers are allowed", parallel->pp,
                    parallel->vpp, point->model->layers);
     if (parallel->ep > point->model->moe.experts)
-        errors_add(errors, NULL, ep_key, "found %d; at most the model's %d experts are allowed",
-                   parallel->ep, point->model->moe.experts);
+        errors_add(errors, NULL, ep_key, "found %d; at most the model's %d experts are allowed", parallel->ep,
+                   point->model->moe.experts);
     if ((int64_t)parallel->pp * parallel->ep > gpus)
         errors_add(errors, NULL, parallel->pp == 1 ? ep_key : "parallel.pp",
                    "found pp %d × ep %d; at most the cluster's %d GPUs are allowed", parallel->pp,
