@@ -822,6 +822,8 @@ static void test_memory_bounds(void **state) {
                                least);
             check_memory_bound("disagmoe", dense, "{\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":2,\"cp\":2}", 3,
                                it, least);
+            check_memory_bound("disagmoe", dense, "{\"groups\":1,\"attn_gpus\":1,\"ffn_gpus\":7}", 3, it,
+                               least);
             check_memory_bound("disagmoe", dense, "{\"groups\":2,\"attn_gpus\":1,\"ffn_gpus\":1}", 3, it,
                                0.95);
         }
