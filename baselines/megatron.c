@@ -402,6 +402,8 @@ static bool size(struct plan *plan, struct errors *errors) {
     parallel->pp = at_least_one(parallel->pp);
     parallel->vpp = at_least_one(parallel->vpp);
     parallel->cp = at_least_one(parallel->cp);
+    /* A run of cp GPUs stands within the ep ones of a stage. */
+    const char *ep_key = parallel->ep || parallel->cp == 1 ? "parallel.ep" : "parallel.cp";
     if (!parallel->ep) parallel->ep = parallel->cp;
     if (parallel->pp > point->model->layers)
         errors_add(errors, NULL, "parallel.pp", "found %d; at most the model's %d layers are allowed",
@@ -411,10 +413,10 @@ static bool size(struct plan *plan, struct errors *errors) {
                    "found pp %d × vpp %d; at most the model's %d layers are allowed", parallel->pp,
                    parallel->vpp, point->model->layers);
     if (parallel->ep > point->model->moe.experts)
-        errors_add(errors, NULL, "parallel.ep", "found %d; at most the model's %d experts are allowed",
-                   parallel->ep, point->model->moe.experts);
+        errors_add(errors, NULL, ep_key, "found %d; at most the model's %d experts are allowed", parallel->ep,
+                   point->model->moe.experts);
     if ((int64_t)parallel->pp * parallel->ep > gpus)
-        errors_add(errors, NULL, parallel->pp == 1 ? "parallel.ep" : "parallel.pp",
+        errors_add(errors, NULL, parallel->pp == 1 ? ep_key : "parallel.pp",
                    "found pp %d × ep %d; at most the cluster's %d GPUs are allowed", parallel->pp,
                    parallel->ep, gpus);
     if (!plan_check_cp(plan, parallel->ep, "ep", errors) || errors->count > before) return false;
@@ -495,13 +497,16 @@ static double kept_bytes(const struct layout *layout, int layer) {
 
 static double backward_bytes(const struct layout *layout, int layer) {
     const struct layer_memory *memory = &layout->memory[layer];
+    struct recompute recompute = layout->recompute[layer];
     bool moe = model_layer_is_moe(layout->plan->point->model, layer);
+    bool again = sends_again(layout, recompute);
     double ffn = memory->full_ffn - memory->ffn;
-    if (moe) ffn += (sends_again(layout, layout->recompute[layer]) ? 3 : 2) * memory->expert_input;
-    if (layout->recompute[layer].attention == ATTENTION_FULL) /* restored ahead of both */
+    if (moe) ffn += (again ? 3 : 2) * memory->expert_input;
+    if (recompute.attention == ATTENTION_FULL) /* restored ahead of both */
         ffn += memory->full_attention - memory->attention;
     double attention =
         memory->full_attention - memory->attention + memory->layer_input + 2 * memory->gathered;
+    attention -= memory->ffn + (moe && !again ? memory->expert_input : 0); /* free by then */
     return fmax(ffn, attention);
 }
 

@@ -40,12 +40,13 @@ def rows(file): return [json.loads(line, parse_constant=refuse) for line in open
 $1" "${@:2}" 2>"$work/err" || fail "Python: $(tail -n 1 "$work/err")"
 }
 
-# ---- a small manifest: two sequence lengths, both systems ------------------------------------------------------------
+# ---- a small manifest: two sequence lengths, both systems; the ring's order is given, so that nothing takes long ------
 
 cat >"$work/small.json" <<END
 {"name": "small", "model": "$PWD/experiments/models/deepseek-moe-16b-paper.json",
  "cluster": "$PWD/experiments/clusters/h800-16x8.json", "systems": ["megatron", "disagmoe"],
- "seq_len": 1024, "global_batch": 64, "sweep": {"seq_len": [1024, 2048]}}
+ "seq_len": 1024, "global_batch": 64, "sweep": {"seq_len": [1024, 2048]},
+ "order": {"wave": 4, "waves_in_flight": 2, "prefer": "forward", "patient": true, "justified": true}}
 END
 small=("$work/small.json" --set model.layers=4 --set cluster.nodes=1)
 one=("${small[@]}" --set seq_len=1024 --system disagmoe)
@@ -253,6 +254,58 @@ for r in rows(sys.argv[1]):
 expect 0 sim "${small[@]}" --set cluster.gpu.memory_bytes=3.1e9
 out_has "out of memory: nothing tried fits"
 
+# ---- layouts given in part ---------------------------------------------------------------------------------------------
+
+# What is searched fits, however little is given; the 82.9 GB are what is usable.
+part() { # SYSTEM PARALLEL [OPTION...]
+    expect 0 sim "$PWD/experiments/speedup.json" --set 'sweep={}' --set model=models/qwen3-235b-paper.json --set seq_len=8192 \
+        --set model.layers=24 --set order.wave=4 --set order.waves_in_flight=2 --set order.prefer=forward --set order.patient=true \
+        --set order.justified=false --system "$1" --json --set "parallel=$2" --set cluster.nodes=4 --set global_batch=128 "${@:3}"
+}
+for given in megatron:'{"ep":8}' megatron:'{"pp":4}' megatron:'{"vpp":2,"cp":2}' disagmoe:'{"groups":4,"cp":2}' \
+    disagmoe:'{"groups":2,"attn_nics":6}'; do
+    part "${given%%:*}" "${given#*:}"
+    json '
+r, = rows(sys.argv[1])
+given = json.loads(sys.argv[2])
+assert r["oom"] is False and 0 < r["peak_memory_bytes"] <= 85899345920 - 3e9, "memory"
+assert {key: r["parallel"][key] for key in given} == given, "what is given"' "$work/out" "${given#*:}"
+done
+part megatron '{"ep":2}' --set cluster.gpu.memory_bytes=5e9
+json 'r, = rows(sys.argv[1]); assert r["oom"] is True and r["step_time_s"] is None and r["speedup_vs_megatron"] is None' "$work/out"
+# The parts by themselves, as --set gives them, are one object.
+expect 0 sim "${one[@]}" --json --set parallel.groups=2 --set parallel.attn_gpus=2 --set parallel.ffn_gpus=2 --set parallel.cp=2 \
+    --set parallel.attn_nics=1 --set parallel.ffn_nics=3 --set placement=mixed-nodes
+json '
+r, = rows(sys.argv[1])
+assert r["parallel"] == {"groups": 2, "attn_gpus": 2, "ffn_gpus": 2, "attn_nics": 1, "ffn_nics": 3, "cp": 2, "replicas": 1}' "$work/out"
+# An impossible part is named.
+impossible() { # SYSTEM PARALLEL KEY WHAT [OPTION...]
+    for verb in sim check schedule; do
+        expect 2 $verb "${small[@]}" --set seq_len=1024 --system "$1" --set "parallel=$2" "${@:5}"
+        out_empty
+        err_named
+        err_has "disagmoe: $work/small.json: $1: parallel.$3: found $4"
+    done
+}
+impossible megatron '{"ep":16}' ep 'pp 1 × ep 16; at most the cluster'"'"'s 8 GPUs are allowed'
+impossible megatron '{"ep":65}' ep '65; at most the model'"'"'s 64 experts are allowed'
+impossible megatron '{"pp":5}' pp '5; at most the model'"'"'s 4 layers are allowed'
+impossible megatron '{"vpp":5}' vpp 'pp 1 × vpp 5; at most the model'"'"'s 4 layers are allowed'
+impossible megatron '{"pp":4,"ep":4}' pp 'pp 4 × ep 4; at most the cluster'"'"'s 8 GPUs are allowed'
+impossible megatron '{"cp":16}' cp 'pp 1 × ep 16; at most the cluster'"'"'s 8 GPUs are allowed'
+impossible megatron '{"ep":4,"cp":3}' cp '3; a divisor of ep 4 is allowed'
+impossible disagmoe '{"groups":5}' groups '5; at most the model'"'"'s 4 layers are allowed'
+impossible disagmoe '{"attn_gpus":8}' attn_gpus '1 groups of 8 + 1 GPUs; at most the cluster'"'"'s 8 GPUs are allowed'
+impossible disagmoe '{"ffn_gpus":8}' ffn_gpus '1 groups of 1 + 8 GPUs; at most the cluster'"'"'s 8 GPUs are allowed'
+impossible disagmoe '{"cp":8}' cp '1 groups of 8 + 1 GPUs; at most the cluster'"'"'s 8 GPUs are allowed'
+impossible disagmoe '{"groups":2,"attn_gpus":2,"ffn_gpus":2,"attn_nics":3,"ffn_nics":2}' attn_nics '3 and 2 NICs a group' \
+    --set placement=mixed-nodes
+# Where neither fits its GPUs there is no baseline, and no speedup of its own either.
+expect 0 sim "${fixed[@]}" --json --set cluster.gpu.memory_bytes=3.1e9
+json '
+for r in rows(sys.argv[1]): assert r["oom"] is True and r["tokens_per_s"] > 0 and r["speedup_vs_megatron"] is None, r["system"]' "$work/out"
+
 # ---- sim: per_system -------------------------------------------------------------------------------------------------
 
 # What is set for one system changes its record and no other's but for the speedup.
@@ -308,7 +361,7 @@ narrow() { # no line is wider than a terminal
     wide=$(LC_ALL=C.UTF-8 awk 'length($0) > 80' "$work/out")
     [ -z "$wide" ] || fail "wider than 80: $wide"
 }
-expect 0 sim "${small[@]}" --explain
+expect 0 sim "${small[@]}" --set order=auto --set model.layers=2 --set global_batch=16 --explain
 narrow
 out_has "megatron: searched pp, vpp, ep, cp, memory;"
 out_has "disagmoe: searched groups, attn_gpus, ffn_gpus, cp, memory, order, placement;"
@@ -325,7 +378,8 @@ grep -qE '^ seq node +ep +order +system' "$work/out" || grep -qE 'model +seq +no
     fail "no columns for what is swept"
 out_has 'order #2: {"wave":2,"waves_in_flight":2}'
 out_has "ep: parallel.ep"
-out_has "megatron: given pp 1, vpp 1; given by point ep; default cp, memory; for it alone"
+out_has "megatron: given pp 1, vpp 1; given by point ep; default cp, memory; for it"
+out_has '    alone {"seed":5};'
 [ "$(grep -c ' megatron ' "$work/out")" = 4 ] || fail "not a row for each record"
 expect 0 sim "${fixed[@]}" --set 'sweep={"global_batch":[8,16],"parallel.ep":[4,8],"memory.zero":[0,1],"seed":[1,2],"routing":["balanced","zipf:0.25"]}'
 narrow

@@ -161,6 +161,63 @@ static void test_inputs_stay(void **state) {
     experiment_free(&experiment);
 }
 
+/* ---- what was chosen ----------------------------------------------------------------------------------- */
+
+static void assert_part(cJSON *record, const char *part, const char *expected) {
+    char *text = cJSON_PrintUnformatted(cJSON_GetObjectItemCaseSensitive(record, part));
+    assert_string_equal(text, expected);
+    cJSON_free(text);
+}
+
+/* Each system's own keys alone; NICs that nobody owns are not there; a word of recomputation where one says
+   it all. */
+static void test_choices(void **state) {
+    (void)state;
+    struct experiment experiment = experiment_with("\"global_batch\":64");
+    struct result result = feasible(&experiment.points[0], "disagmoe", 100);
+    struct plan *plan = &result.plan;
+    plan->parallel =
+        (struct parallel){.groups = 3, .attn_gpus = 4, .ffn_gpus = 5, .cp = 2, .attn_nics = 6, .ffn_nics = 7};
+    plan->replicas = 8;
+    plan->gpus = 9;
+    plan->micro_batches = 10;
+    plan->order = (struct order){11, 12, PREFER_WAVE, true, false};
+    plan->placement = PLACEMENT_MIXED;
+    plan->memory = (struct memory){.recompute = {ATTENTION_PROJECTIONS, FFN_ACTIVATION, 13},
+                                   .expert_input = INPUT_RESEND,
+                                   .grads = PRECISION_BF16,
+                                   .zero = 1,
+                                   .offload = true};
+    cJSON *record = record_of(&result);
+    assert_part(record, "parallel",
+                "{\"groups\":3,\"attn_gpus\":4,\"ffn_gpus\":5,\"attn_nics\":6,\"ffn_nics\":7,\"cp\":2,"
+                "\"replicas\":8}");
+    assert_part(
+        record, "order",
+        "{\"wave\":11,\"waves_in_flight\":12,\"prefer\":\"wave\",\"patient\":true,\"justified\":false}");
+    assert_part(
+        record, "memory",
+        "{\"recompute\":{\"attention\":\"projections\",\"ffn\":\"activation\",\"layers\":13},"
+        "\"expert_input\":\"resend\",\"grads\":\"bf16\",\"moments\":\"fp32\",\"zero\":1,\"offload\":true}");
+    assert_part(record, "placement", "\"mixed-nodes\"");
+    assert_true(number(record, "gpus") == 9 && number(record, "micro_batches") == 10);
+    cJSON_Delete(record);
+    plan->parallel.attn_nics = plan->parallel.ffn_nics = NICS_SHARED;
+    plan->memory.recompute = (struct recompute){ATTENTION_NORMS, FFN_ACTIVATION, 0};
+    record = record_of(&result);
+    assert_part(record, "parallel", "{\"groups\":3,\"attn_gpus\":4,\"ffn_gpus\":5,\"cp\":2,\"replicas\":8}");
+    assert_string_equal(json_get_path(record, "memory.recompute")->valuestring, "selective");
+    cJSON_Delete(record);
+    result = feasible(&experiment.points[0], "megatron", 100);
+    result.plan.parallel = (struct parallel){.pp = 2, .vpp = 3, .ep = 4, .cp = 1};
+    result.plan.replicas = 5;
+    record = record_of(&result);
+    assert_part(record, "parallel", "{\"pp\":2,\"vpp\":3,\"ep\":4,\"cp\":1,\"replicas\":5}");
+    assert_true(is_null(record, "order") && is_null(record, "placement"));
+    cJSON_Delete(record);
+    experiment_free(&experiment);
+}
+
 /* ---- speedups ---------------------------------------------------------------------------------------- */
 
 static void test_speedups(void **state) {
@@ -244,6 +301,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_swept),
         cmocka_unit_test(test_inputs_stay),
+        cmocka_unit_test(test_choices),
         cmocka_unit_test(test_speedups),
         cmocka_unit_test(test_speedups_per_gpu),
         cmocka_unit_test(test_variant_is_its_manifest),

@@ -327,6 +327,124 @@ static void test_arrange_nothing(void **state) {
     schedule_free(s);
 }
 
+static void assert_json_reads_back(const struct schedule *schedule, const struct timeline *timeline);
+
+/* At 0 the sender's most urgent transfer is to a receiver that is busy until 4. A greedy lane sends what it
+   can meanwhile, and the urgent one waits for it; a patient lane keeps itself free. */
+static void patient_case(bool patient, double urgent_start, double other_start) {
+    struct schedule *s = schedule_new(4, 0, 0);
+    struct timeline timeline = {0};
+    s->patient = patient;
+    schedule_transfer(s, KIND_P2P, PASS_FORWARD, -1, -1, 0, 2, 4, 1);
+    schedule_priority(s, 1);
+    int urgent = schedule_transfer(s, KIND_P2P, PASS_FORWARD, -1, -1, 1, 2, 4, 1);
+    schedule_priority(s, 2);
+    int other = schedule_transfer(s, KIND_P2P, PASS_FORWARD, -1, -1, 1, 3, 10, 1);
+    schedule_priority(s, 3);
+    assert_true(schedule_arrange(s, &timeline));
+    assert_time(&timeline, urgent, urgent_start, urgent_start + 4);
+    assert_time(&timeline, other, other_start, other_start + 10);
+    timeline_free(&timeline);
+    schedule_free(s);
+}
+
+static void test_arrange_patient(void **state) {
+    (void)state;
+    patient_case(false, 10, 0);
+    patient_case(true, 4, 8);
+}
+
+/* Two computations of A0, of which the second has something to follow on F0. In the order of their numbers
+   that takes 7 s; justified, 4 s. */
+static void test_arrange_justified(void **state) {
+    (void)state;
+    for (int justified = 0; justified < 2; justified++) {
+        struct schedule *s = schedule_new(2, 0, 0);
+        struct timeline timeline = {0};
+        s->justified = justified;
+        schedule_compute(s, KIND_EMBED, PASS_FORWARD, -1, -1, 0, 3);
+        int first = schedule_compute(s, KIND_EMBED, PASS_FORWARD, -1, -1, 0, 1);
+        int then = schedule_compute(s, KIND_EMBED, PASS_FORWARD, -1, -1, 1, 3);
+        schedule_after(s, first);
+        assert_true(schedule_arrange(s, &timeline));
+        assert_time(&timeline, first, justified ? 0 : 3, justified ? 1 : 4);
+        assert_time(&timeline, then, justified ? 1 : 4, justified ? 4 : 7);
+        timeline_free(&timeline);
+        /* Given up at once when that is no better. */
+        assert_false(schedule_arrange_before(s, justified ? 4 : 7, &timeline));
+        assert_true(schedule_arrange_before(s, justified ? 4.5 : 7.5, &timeline));
+        timeline_free(&timeline);
+        schedule_free(s);
+    }
+}
+
+/* A message that takes no time neither waits for its ports nor holds them up. */
+static void test_instant(void **state) {
+    (void)state;
+    for (int drop = 0; drop < 2; drop++) {
+        struct schedule *s = schedule_new(2, 0, 0);
+        struct timeline timeline = {0};
+        double busy[6];
+        schedule_group(s, 0, 1, 0, "A0");
+        schedule_group(s, 1, 1, 0, "F0");
+        int work = schedule_compute(s, KIND_EMBED, PASS_FORWARD, -1, -1, 0, 1);
+        int zero_work = schedule_compute(s, KIND_EMBED, PASS_FORWARD, -1, -1, 1, 0);
+        int sent = schedule_transfer(s, KIND_P2P, PASS_FORWARD, -1, -1, 0, 1, 5, 1);
+        int instant = schedule_transfer(s, KIND_DISPATCH, PASS_FORWARD, -1, -1, 0, 1, 0, 7);
+        schedule_after(s, work);
+        int next = schedule_compute(s, KIND_EMBED, PASS_FORWARD, -1, -1, 1, 1);
+        schedule_after(s, instant);
+        if (drop) schedule_drop_instant(s);
+        assert_int_equal(s->ops[instant].lane_count, drop ? 0 : 2);
+        assert_int_equal(s->ops[sent].lane_count, 2);
+        assert_int_equal(s->ops[zero_work].lane_count, 1); /* a computation keeps its place */
+        assert_true(operation_is_transfer(&s->ops[instant]) && !operation_is_transfer(&s->ops[zero_work]));
+        assert_true(schedule_arrange(s, &timeline));
+        assert_accepted(s);
+        assert_time(&timeline, instant, drop ? 1 : 5, drop ? 1 : 5);
+        assert_time(&timeline, next, drop ? 1 : 5, drop ? 2 : 6);
+        schedule_busy(s, busy);
+        assert_true(busy[lane_of(0, RESOURCE_SEND)] == 5);
+        assert_json_reads_back(s, &timeline);
+        assert_true(schedule_replay(s, &timeline));
+        assert_time(&timeline, next, drop ? 1 : 5, drop ? 2 : 6);
+        timeline_free(&timeline);
+        schedule_free(s);
+    }
+}
+
+/* Exposed is where what is waited for is being sent; communication where a group's ports or the collectives
+   in its computations are busy, each moment once. */
+static void test_communication(void **state) {
+    (void)state;
+    struct schedule *s = schedule_new(2, 0, 0);
+    struct timeline timeline = {0};
+    schedule_group(s, 0, 1, 0, "A0");
+    schedule_group(s, 1, 1, 0, "F0");
+    int first = schedule_compute(s, KIND_ATTENTION, PASS_FORWARD, -1, -1, 0, 4); /* 0 to 4 */
+    schedule_gather(s, 1);
+    int out = schedule_transfer(s, KIND_DISPATCH, PASS_FORWARD, -1, -1, 0, 1, 3, 1); /* 4 to 7 */
+    schedule_after(s, first);
+    int in = schedule_transfer(s, KIND_COMBINE, PASS_FORWARD, -1, -1, 1, 0, 6, 1); /* 4 to 10 */
+    schedule_after(s, first);
+    int last = schedule_compute(s, KIND_FFN, PASS_FORWARD, -1, -1, 1, 1); /* 10 to 11 */
+    schedule_after(s, out);
+    schedule_after(s, in);
+    schedule_after(s, first);
+    int tail = schedule_compute(s, KIND_ATTENTION, PASS_FORWARD, -1, -1, 0, 2); /* 11 to 13 */
+    schedule_after(s, last);
+    schedule_gather(s, 0.5);
+    assert_true(schedule_arrange(s, &timeline));
+    assert_true(timeline.makespan == 13);
+    assert_true(schedule_exposed(s, &timeline, last, 0, 10) == 6);
+    assert_true(schedule_exposed(s, &timeline, last, 5, 10) == 5);
+    assert_true(schedule_exposed(s, &timeline, tail, 10, 11) == 0); /* it waits for a computation */
+    assert_true(schedule_communication(s, &timeline, 0) == 1 + 6 + 0.5);
+    assert_true(schedule_communication(s, &timeline, 1) == 6);
+    timeline_free(&timeline);
+    schedule_free(s);
+}
+
 /* ---- validator --------------------------------------------------------------------------------------- */
 
 static void test_swapped_transfers(void **state) {
@@ -972,6 +1090,85 @@ static void test_random_execution(void **state) {
     }
 }
 
+/* ---- better orders, limits, instant transfers, on random schedules ------------------------------------- */
+
+/* The sample's schedule arranged another way; its own order is kept as the plain greedy one. */
+static double arranged_makespan(uint64_t seed, bool patient, bool justified, bool instant,
+                                struct timeline *kept) {
+    struct sample *sample = sample_new(seed);
+    struct schedule *s = sample->schedule;
+    s->patient = patient;
+    s->justified = justified;
+    if (instant) schedule_drop_instant(s);
+    assert_true(schedule_arrange(s, &sample->timeline));
+    assert_accepted(s);
+    assert_execution_holds(sample);
+    assert_memory(sample);
+    double makespan = sample->timeline.makespan;
+    if (kept) {
+        *kept = sample->timeline;
+        sample->timeline = (struct timeline){0};
+    } else {
+        assert_replays(sample);
+    }
+    sample_free(sample);
+    return makespan;
+}
+
+/* Valid whatever the policy; a justified order is never longer than what it began with, and at times shorter;
+   the same schedule gives the same order. */
+static void test_random_orders(void **state) {
+    (void)state;
+    int shorter = 0, other = 0, cases = (cases_to_run() + 3) / 4;
+    for (int i = 0; i < cases; i++) {
+        uint64_t seed = SEED + 3000000 + (uint64_t)i;
+        bool patient = i % 2, instant = i % 4 >= 2;
+        double plain = arranged_makespan(seed, patient, false, instant, NULL);
+        double justified = arranged_makespan(seed, patient, true, instant, NULL);
+        assert_true(justified <= plain);
+        shorter += justified < plain;
+        other += plain != arranged_makespan(seed, !patient, false, instant, NULL);
+        struct timeline first = {0}, second = {0};
+        assert_true(arranged_makespan(seed, patient, true, instant, &first) == justified);
+        assert_true(arranged_makespan(seed, patient, true, instant, &second) == justified);
+        struct sample *sample = sample_new(seed);
+        assert_same_timeline(sample->schedule, &first, &second);
+        sample_free(sample);
+        timeline_free(&first);
+        timeline_free(&second);
+    }
+    if (cases >= 100) assert_true(shorter > cases / 10 && other > cases / 10);
+}
+
+/* A step that is no shorter than the limit is given up, a shorter one never; and a schedule that was given up
+   can be arranged after all. Whole seconds, so that sums are exact. */
+static void test_random_limits(void **state) {
+    (void)state;
+    for (int i = 0, cases = (cases_to_run() + 3) / 4; i < cases; i++) {
+        struct sample *sample = sample_new(SEED + 4000000 + (uint64_t)i);
+        struct schedule *s = sample->schedule;
+        double greedy = sample->timeline.makespan, makespan = greedy,
+               part = 0.3 + 0.7 * rng_uniform(&sample->rng);
+        s->justified = i % 2 == 0;
+        if (s->justified) {
+            struct sample *twin = sample_new(SEED + 4000000 + (uint64_t)i);
+            twin->schedule->justified = true;
+            assert_true(schedule_arrange(twin->schedule, &twin->timeline));
+            makespan = twin->timeline.makespan;
+            sample_free(twin);
+        }
+        struct timeline again = {0};
+        if (sample->whole_seconds) assert_false(schedule_arrange_before(s, makespan, &again));
+        assert_false(schedule_arrange_before(s, floor(part * makespan * (1 - 1e-9)), &again));
+        assert_null(s->sequence);
+        assert_true(schedule_arrange_before(s, greedy + 1, &again));
+        assert_true(again.makespan == makespan);
+        assert_accepted(s);
+        timeline_free(&again);
+        sample_free(sample);
+    }
+}
+
 /* Two transfers between the same groups, on the sender's lane: first *a, later *b (places). */
 static bool find_pair(const struct schedule *schedule, int *lane, int *a, int *b) {
     for (*lane = 0; *lane < schedule->lane_count; ++*lane) {
@@ -1096,6 +1293,10 @@ int main(void) {
         cmocka_unit_test(test_arrange_dead_lock),
         cmocka_unit_test(test_order_against_dependency),
         cmocka_unit_test(test_arrange_nothing),
+        cmocka_unit_test(test_arrange_patient),
+        cmocka_unit_test(test_arrange_justified),
+        cmocka_unit_test(test_instant),
+        cmocka_unit_test(test_communication),
         cmocka_unit_test(test_swapped_transfers),
         cmocka_unit_test(test_orders_hold_every_operation_once),
         cmocka_unit_test(test_coverage),
@@ -1110,6 +1311,8 @@ int main(void) {
         cmocka_unit_test(test_json),
         cmocka_unit_test(test_trace),
         cmocka_unit_test(test_random_execution),
+        cmocka_unit_test(test_random_orders),
+        cmocka_unit_test(test_random_limits),
         cmocka_unit_test(test_random_faults),
         cmocka_unit_test(test_random_shown),
     };

@@ -330,11 +330,14 @@ static void add_micro_batch(struct schedule *schedule, const struct ring *ring, 
     schedule_priority(schedule, urgency(ring, m, true, 0));
 }
 
-/* A group's step ends behind its last operation of every micro-batch. */
+/* A group's step ends behind its last operation of every micro-batch. What others still wait for goes first:
+   the last gradients that the group sends before the reduction of its own. */
 static void end_step(struct schedule *schedule, int group, int groups, struct step_end end, const int *last) {
     int *after = must_alloc((size_t)schedule->micro_batches * sizeof *after);
     for (int m = 0; m < schedule->micro_batches; m++) after[m] = last[m * groups + group];
+    int first = schedule->op_count;
     plan_add_step_end(schedule, group, end, after, schedule->micro_batches);
+    set_urgency(schedule, first, schedule->op_count, INT64_MAX);
     free(after);
 }
 

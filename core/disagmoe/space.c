@@ -32,13 +32,14 @@ static bool is_whole(const struct parallel *given) {
 
 /* ---- sizes ------------------------------------------------------------------------------------------- */
 
-static void check_gpus(const struct plan *plan, struct errors *errors) {
+/* attn_key: the key that says how many A-GPUs there are. */
+static void check_gpus(const struct plan *plan, const char *attn_key, struct errors *errors) {
     const struct parallel *parallel = &plan->parallel;
     int gpus = cluster_gpus(plan->point->cluster);
     bool one = parallel->groups == 1;
     if ((int64_t)parallel->groups * ((int64_t)parallel->attn_gpus + parallel->ffn_gpus) <= gpus) return;
     errors_add(errors, NULL,
-               one && parallel->ffn_gpus == 1    ? "parallel.attn_gpus"
+               one && parallel->ffn_gpus == 1    ? attn_key
                : one && parallel->attn_gpus == 1 ? "parallel.ffn_gpus"
                                                  : "parallel.groups",
                "found %d groups of %d + %d GPUs; at most the cluster's %d GPUs are allowed", parallel->groups,
@@ -51,6 +52,7 @@ static bool size(struct plan *plan, struct errors *errors) {
     int before = errors->count;
     parallel->groups = at_least_one(parallel->groups);
     parallel->cp = at_least_one(parallel->cp);
+    const char *attn_key = parallel->attn_gpus ? "parallel.attn_gpus" : "parallel.cp";
     if (!parallel->attn_gpus) parallel->attn_gpus = parallel->cp;
     parallel->ffn_gpus = at_least_one(parallel->ffn_gpus);
     if (parallel->groups > point->model->layers)
@@ -59,7 +61,7 @@ static bool size(struct plan *plan, struct errors *errors) {
     if (parallel->ffn_gpus > point->model->moe.experts)
         errors_add(errors, NULL, "parallel.ffn_gpus", "found %d; at most the model's %d experts are allowed",
                    parallel->ffn_gpus, point->model->moe.experts);
-    check_gpus(plan, errors);
+    check_gpus(plan, attn_key, errors);
     if (!plan_check_cp(plan, parallel->attn_gpus, "attn_gpus", errors) || errors->count > before)
         return false;
     plan_size(plan, replica_gpus(parallel), parallel->attn_gpus);
@@ -294,9 +296,9 @@ static struct bound bound_of(const struct ring *ring) {
         for (int i = 0; i < ring->head_count; i++)
             if (ring->heads[i] == g) load.f += ring->head[0] + ring->head[1];
         /* The first micro-batch has to come to the group, and the last one from it back to the first; the
-           combine of the layer before, in both directions, is the group's own. */
+           combine of the layer before, in both directions, is the group's own, and so is the embedding. */
         double way = trip.due[g] + trip.whole - trip.attention_back[g];
-        if (g > 0) way -= ring->cost[g - 1].combine.seconds;
+        way -= g > 0 ? ring->cost[g - 1].combine.seconds : ring->embed[1];
         bound.busy = fmax(bound.busy, way + busiest_lane(load) * plan->micro_batches);
         bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, a, a_static));
         bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, f, f_static));

@@ -328,8 +328,8 @@ enum executor { EXECUTOR_SIMULATOR = 1, EXECUTOR_CPU = 2, EXECUTOR_CUDA = 4, EXE
 /* What is known of a plan before its schedule is built: used to try good plans first and skip hopeless ones.
  */
 struct bound {
-    double seconds; /* no step is shorter, whatever moments, zero and offload: the step's end is left out */
-    double busy;    /* the same by what its lanes have to do, whatever the memory */
+    double seconds;        /* no step that fits is shorter; the step's end is left out */
+    double busy;           /* the same by what its lanes have to do, whatever moments, zero and offload */
     double memory_seconds; /* the same by the memory that each micro-batch takes, and for how long */
     double bytes; /* no GPU of the busiest group holds less: static bytes and what any order must keep */
 };

@@ -59,6 +59,10 @@ static struct known learn(struct trials *trials, const struct plan *plan) {
     struct need *needs = must_alloc((size_t)(groups * states) * sizeof *needs);
     struct known known = {.groups = groups,
                           .bound = space->system->needs(&lean, space->states, states, needs)};
+    if (space->usable == INFINITY) { /* what is given runs as given, whatever the GPUs hold */
+        known.bound.seconds = known.bound.busy;
+        known.bound.memory_seconds = 0;
+    }
     known.kept = must_alloc((size_t)(2 * groups + groups * states + states) * sizeof(double));
     known.backward = known.kept + groups;
     known.static_bytes = known.backward + groups;

@@ -223,8 +223,12 @@ static double part_that_fits(const struct tuner *tuner, const struct known *base
     const double *static_bytes = static_bytes_of(levers, state);
     double part = 0;
     for (int g = 0; g < levers->groups; g++) {
-        double under_way = (activations[g] - base->backward[g]) / base->kept[g];
         double left = tuner->space.usable - static_bytes[g] - levers->backward[g];
+        if (base->kept[g] == 0) { /* where all is recomputed nothing grows with what is under way */
+            if (left < 0) part = INFINITY;
+            continue;
+        }
+        double under_way = (activations[g] - base->backward[g]) / base->kept[g];
         double none = under_way * base->kept[g], all = under_way * levers->kept[g];
         if (under_way <= 0 || none <= left) continue;
         part = fmax(part, all < none ? (none - left) / (none - all) : INFINITY);
@@ -312,7 +316,7 @@ static double follow(struct tuner *tuner, const struct plan *shape, struct sight
             *found = guess.plan;
         }
         /* Layers that are all alike may keep a better beat, although they have more to do. */
-        if (guess.plan.memory.recompute.layers) {
+        if (guess.plan.memory.recompute.layers && tuner->space.layers_open) {
             whole.plan.memory.recompute.layers = 0;
             seconds = estimate_of(tuner, &whole, best, &ignored);
             if (seconds < best) {
@@ -532,10 +536,13 @@ static void refine(struct tuner *tuner, const struct shape *shape) {
 
 /* One that was not among the best, or given up as too slow: as deep as the best plan. */
 static void refine_late(struct tuner *tuner, struct shape shape) {
+    bool any = tuner->trials.best < INFINITY;
     if (shape.bound >= tuner->trials.best) return;
     if (shape.estimate == INFINITY) {
+        int policy = policy_of(PREFER_FORWARD, true, true);
         shape.best = with_levers(&shape.plan, tuner->space.levers[0]);
-        shape.best.order = tuner->trials.best_plan.order;
+        shape.best.order =
+            any ? tuner->trials.best_plan.order : space_order(&tuner->space, 1, 1, policy);
     }
     refine(tuner, &shape);
 }
