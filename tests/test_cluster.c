@@ -12,6 +12,7 @@ fitted.
 #include <cmocka.h>
 
 #include "cluster/cluster.h"
+#include "disagmoe/placement.h"
 #include "model/model.h"
 
 #include <float.h>
@@ -235,15 +236,15 @@ static struct cluster plain_cluster(int nodes, int gpus_per_node, int nics_per_n
 }
 
 #define MOST_GPUS 64
-struct group {
+struct sharers {
     int gpus[MOST_GPUS];
     double shares[MOST_GPUS];
     int count;
 };
 
 /* `count` GPUs from `first` on, with equal shares. */
-static struct group even_group(int first, int count) {
-    struct group group = {.count = count};
+static struct sharers even_sharers(int first, int count) {
+    struct sharers group = {.count = count};
     for (int i = 0; i < count; i++) {
         group.gpus[i] = first + i;
         group.shares[i] = 1.0 / count;
@@ -251,11 +252,11 @@ static struct group even_group(int first, int count) {
     return group;
 }
 
-static struct ports ports_of(const struct group *group) {
+static struct ports ports_of(const struct sharers *group) {
     return (struct ports){group->gpus, group->shares, group->count, NULL, 0};
 }
 
-static struct traffic exchange(const struct cluster *cluster, struct group from, struct group to,
+static struct traffic exchange(const struct cluster *cluster, struct sharers from, struct sharers to,
                                double bytes) {
     return cluster_exchange(cluster, ports_of(&from), ports_of(&to), bytes);
 }
@@ -264,16 +265,16 @@ static void test_all_to_all_over_two_nodes(void **state) {
     (void)state;
     struct cluster cluster = plain_cluster(2, 8, 8);
     /* 16 × 160 bytes: a GPU sends 160, 10 to each of 16. */
-    struct traffic traffic = exchange(&cluster, even_group(0, 16), even_group(0, 16), 2560);
+    struct traffic traffic = exchange(&cluster, even_sharers(0, 16), even_sharers(0, 16), 2560);
     assert_true(traffic.nic_bytes == 160.0 * 8 / 16);
     assert_true(traffic.nvlink_bytes == 160.0 * 7 / 16);
     assert_near(traffic.seconds, 3 + 80.0 / 10, 1e-15);
     /* Inside a node no NIC, and only NVLink's latency. */
-    traffic = exchange(&cluster, even_group(8, 8), even_group(8, 8), 2560);
+    traffic = exchange(&cluster, even_sharers(8, 8), even_sharers(8, 8), 2560);
     assert_true(traffic.nic_bytes == 0 && traffic.nvlink_bytes == 320.0 * 7 / 8);
     assert_near(traffic.seconds, 1 + 280.0 / 100, 1e-15);
     /* Whole nodes apart, everything leaves by NIC. */
-    traffic = exchange(&cluster, even_group(0, 8), even_group(8, 8), 2560);
+    traffic = exchange(&cluster, even_sharers(0, 8), even_sharers(8, 8), 2560);
     assert_true(traffic.nic_bytes == 320 && traffic.nvlink_bytes == 0);
 }
 
@@ -281,15 +282,15 @@ static void test_unequal_sides(void **state) {
     (void)state;
     struct cluster cluster = plain_cluster(3, 8, 8);
     /* 16 senders, 4 receivers on another node: a receiver's port is four times as busy as a sender's. */
-    struct traffic traffic = exchange(&cluster, even_group(0, 16), even_group(16, 4), 1600);
+    struct traffic traffic = exchange(&cluster, even_sharers(0, 16), even_sharers(16, 4), 1600);
     assert_true(traffic.nic_bytes == 400 && traffic.nvlink_bytes == 0);
     assert_near(traffic.seconds, 3 + 40, 1e-15);
-    traffic = exchange(&cluster, even_group(16, 4), even_group(0, 16), 1600);
+    traffic = exchange(&cluster, even_sharers(16, 4), even_sharers(0, 16), 1600);
     assert_true(traffic.nic_bytes == 400);
     /* One sender on the first node; 3 receivers beside it, 1 on the second node. */
-    struct group to = even_group(1, 4);
+    struct sharers to = even_sharers(1, 4);
     to.gpus[3] = 8;
-    traffic = exchange(&cluster, even_group(0, 1), to, 400);
+    traffic = exchange(&cluster, even_sharers(0, 1), to, 400);
     assert_true(traffic.nic_bytes == 100 && traffic.nvlink_bytes == 300);
     assert_near(traffic.seconds, 3 + 10, 1e-15);
 }
@@ -297,10 +298,10 @@ static void test_unequal_sides(void **state) {
 static void test_nothing_moves(void **state) {
     (void)state;
     struct cluster cluster = plain_cluster(2, 8, 8);
-    struct traffic traffic = exchange(&cluster, even_group(5, 1), even_group(5, 1), 1e9);
+    struct traffic traffic = exchange(&cluster, even_sharers(5, 1), even_sharers(5, 1), 1e9);
     assert_true(traffic.seconds == 0 && traffic.nic_bytes == 0 && traffic.nvlink_bytes == 0);
-    assert_true(exchange(&cluster, even_group(0, 16), even_group(0, 16), 0).seconds == 0);
-    assert_true(exchange(&cluster, even_group(0, 0), even_group(0, 0), 100).seconds == 0);
+    assert_true(exchange(&cluster, even_sharers(0, 16), even_sharers(0, 16), 0).seconds == 0);
+    assert_true(exchange(&cluster, even_sharers(0, 0), even_sharers(0, 0), 100).seconds == 0);
     int same[] = {3, 12};
     assert_true(cluster_pairwise(&cluster, same, same, 2, 100).seconds == 0);
     assert_true(cluster_reduce_seconds(&cluster, same, 1, 100) == 0);
@@ -310,15 +311,17 @@ static void test_nothing_moves(void **state) {
 static void test_spine_and_shared_nics(void **state) {
     (void)state;
     struct cluster cluster = plain_cluster(2, 8, 8);
-    double full = exchange(&cluster, even_group(0, 16), even_group(0, 16), 2560).seconds - 3;
+    double full = exchange(&cluster, even_sharers(0, 16), even_sharers(0, 16), 2560).seconds - 3;
     cluster.spine.oversubscription = 4;
-    assert_near(exchange(&cluster, even_group(0, 16), even_group(0, 16), 2560).seconds - 3, 4 * full, 1e-14);
+    assert_near(exchange(&cluster, even_sharers(0, 16), even_sharers(0, 16), 2560).seconds - 3, 4 * full,
+                1e-14);
     cluster = plain_cluster(2, 8, 2);
-    assert_near(exchange(&cluster, even_group(0, 16), even_group(0, 16), 2560).seconds - 3, 4 * full, 1e-14);
+    assert_near(exchange(&cluster, even_sharers(0, 16), even_sharers(0, 16), 2560).seconds - 3, 4 * full,
+                1e-14);
     /* Rails: 7 of 8 bytes for the other node hop over NVLink first. */
     cluster = plain_cluster(2, 8, 8);
     cluster.spine.rail_only = true;
-    struct traffic traffic = exchange(&cluster, even_group(0, 16), even_group(0, 16), 2560);
+    struct traffic traffic = exchange(&cluster, even_sharers(0, 16), even_sharers(0, 16), 2560);
     assert_near(traffic.nvlink_bytes, 70 + 80 * 7.0 / 8, 1e-14);
     assert_true(traffic.nic_bytes == 80);
 }
@@ -376,8 +379,8 @@ static void test_slowest(void **state) {
 
 /* ---- transfers: every pair counted ------------------------------------------------------------------- */
 
-static struct group random_group(struct rng *rng, int gpus) {
-    struct group group = {0};
+static struct sharers random_sharers(struct rng *rng, int gpus) {
+    struct sharers group = {0};
     double total = 0;
     int wanted = 1 + rng_below(rng, gpus);
     for (int gpu = 0; gpu < gpus; gpu++) {
@@ -556,7 +559,7 @@ static struct cluster random_cluster(struct rng *rng) {
 /* Any NICs of the nodes that the group stands on, at least one on each, and some elsewhere, which carry
    nothing. */
 static struct ports with_random_nics(struct rng *rng, const struct cluster *cluster,
-                                     const struct group *group, int nics[MOST_GPUS]) {
+                                     const struct sharers *group, int nics[MOST_GPUS]) {
     struct ports ports = ports_of(group);
     int a_node = cluster->nics_per_node, wanted = rng_below(rng, 4);
     ports.nics = nics;
@@ -587,13 +590,360 @@ static void test_exchange_equals_sum_over_pairs(void **state) {
     int cases = sampled(3000), nics[2][MOST_GPUS];
     for (int i = 0; i < cases; i++) {
         struct cluster cluster = random_cluster(&rng);
-        struct group from = random_group(&rng, cluster_gpus(&cluster));
-        struct group to = rng_below(&rng, 3) ? random_group(&rng, cluster_gpus(&cluster)) : from;
+        struct sharers from = random_sharers(&rng, cluster_gpus(&cluster));
+        struct sharers to = rng_below(&rng, 3) ? random_sharers(&rng, cluster_gpus(&cluster)) : from;
         struct ports sender = ports_of(&from), receiver = ports_of(&to);
         if (rng_below(&rng, 3)) sender = with_random_nics(&rng, &cluster, &from, nics[0]);
         if (rng_below(&rng, 3)) receiver = with_random_nics(&rng, &cluster, &to, nics[1]);
         assert_as_by_pairs(&cluster, sender, receiver, 1e6 * rng_uniform(&rng));
     }
+}
+
+/* ---- where a ring's sides stand, and their NICs ------------------------------------------------------- */
+
+#define MOST_EXPERTS 64
+
+/* A plan of a ring by hand. */
+struct ring_scene {
+    struct cluster cluster;
+    struct model model;
+    struct point point;
+    struct plan plan;
+    double share[MOST_EXPERTS];
+    struct arena *arena;
+    struct ring_placement placement;
+};
+
+static void open_ring(struct ring_scene *scene, struct cluster cluster, struct parallel parallel,
+                      int placement, int replicas) {
+    *scene = (struct ring_scene){.cluster = cluster, .arena = arena_new()};
+    scene->model = (struct model){.name = "m", .layers = 8, .hidden = 16, .vocab = 32};
+    scene->model.moe.experts = MOST_EXPERTS;
+    scene->model.moe.top_k = 2;
+    scene->model.moe.expert_hidden = 8;
+    scene->point = (struct point){.model = &scene->model,
+                                  .cluster = &scene->cluster,
+                                  .seq_len = 48,
+                                  .micro_batch_size = 1,
+                                  .routing = {"balanced", scene->share}};
+    for (int i = 0; i < MOST_EXPERTS; i++) scene->share[i] = 1.0 / MOST_EXPERTS;
+    scene->plan = (struct plan){
+        .point = &scene->point, .parallel = parallel, .placement = placement, .replicas = replicas};
+}
+
+static bool place(struct ring_scene *scene) {
+    return placement_make(&scene->plan, scene->arena, &scene->placement, NULL);
+}
+
+static void close_ring(struct ring_scene *scene) {
+    arena_free(scene->arena);
+}
+
+static struct sides sides_of(const struct ring_scene *scene, int block, int next) {
+    return (struct sides){scene->placement.attention[block], scene->placement.ffn[block],
+                          scene->placement.attention[next]};
+}
+
+/* The issue's own example: attention on 16 GPUs of two whole nodes, experts on 10 of two others. */
+static void test_ten_ffn_gpus_with_all_nics(void **state) {
+    (void)state;
+    const struct parallel even = {.groups = 1, .attn_gpus = 16, .ffn_gpus = 16, .cp = 1};
+    struct parallel ten = even, ten_nics;
+    double seconds[3], combine[3];
+    ten.ffn_gpus = 10;
+    ten_nics = ten;
+    ten.attn_nics = ten.ffn_nics = ten_nics.attn_nics = 16;
+    ten_nics.ffn_nics = 10;
+    const struct parallel layouts[] = {even, ten, ten_nics};
+    for (int i = 0; i < 3; i++) {
+        struct ring_scene scene;
+        open_ring(&scene, plain_cluster(4, 8, 8), layouts[i], PLACEMENT_SPLIT, 1);
+        if (i == 0) scene.plan.parallel.attn_nics = scene.plan.parallel.ffn_nics = 16;
+        assert_true(place(&scene));
+        const struct side *ffn = &scene.placement.ffn[0];
+        for (int gpu = 0; gpu < ffn->count; gpu++) /* 8 and 8, or 5 and 5 */
+            assert_int_equal(ffn->gpus[gpu], 16 + gpu / (ffn->count / 2) * 8 + gpu % (ffn->count / 2));
+        assert_int_equal(ffn->nic_count, i < 2 ? 16 : 10);
+        seconds[i] = plan_dispatch_cost(&scene.plan, 0, sides_of(&scene, 0, 0)).seconds - 3;
+        combine[i] = plan_combine_cost(&scene.plan, 0, sides_of(&scene, 0, 0), 1).seconds - 3;
+        close_ring(&scene);
+    }
+    /* 16 × 48 tokens × 2 copies × 32 bytes over 16 NICs */
+    assert_near(seconds[0], 48 * 2 * 32 / 10.0, 1e-12);
+    assert_near(seconds[1], seconds[0], 1e-12);
+    assert_near(seconds[2], 1.6 * seconds[0], 1e-12);
+    for (int i = 0; i < 3; i++) assert_near(combine[i], seconds[i], 1e-12);
+}
+
+static int node_of(const struct ring_scene *scene, int gpu) {
+    return gpu / scene->cluster.gpus_per_node;
+}
+
+static int gpus_on(const struct ring_scene *scene, const struct side *side, int node) {
+    int count = 0;
+    for (int i = 0; i < side->count; i++) count += node_of(scene, side->gpus[i]) == node;
+    return count;
+}
+
+static int nics_on(const struct ring_scene *scene, const struct side *side, int node) {
+    int count = 0;
+    for (int i = 0; i < side->nic_count; i++) count += side->nics[i] / scene->cluster.nics_per_node == node;
+    return count;
+}
+
+static const struct side *side_number(const struct ring_scene *scene, int number) {
+    return number % 2 ? &scene->placement.ffn[number / 2] : &scene->placement.attention[number / 2];
+}
+
+/* No GPU and no NIC twice; as many as are asked for; a NIC only where the side stands, and one on each node.
+ */
+static void assert_placed(const struct ring_scene *scene) {
+    const struct parallel *parallel = &scene->plan.parallel;
+    bool gpu_taken[2 * MOST_GPUS] = {0}, nic_taken[2 * MOST_GPUS] = {0};
+    for (int s = 0; s < 2 * scene->placement.blocks; s++) {
+        const struct side *side = side_number(scene, s);
+        assert_int_equal(side->count, s % 2 ? parallel->ffn_gpus : parallel->attn_gpus);
+        for (int i = 0; i < side->count; i++) {
+            assert_in_range(side->gpus[i], 0, cluster_gpus(&scene->cluster) - 1);
+            assert_false(gpu_taken[side->gpus[i]]);
+            gpu_taken[side->gpus[i]] = true;
+        }
+        if (parallel->attn_nics == NICS_SHARED) {
+            assert_null(side->nics);
+            continue;
+        }
+        assert_int_equal(side->nic_count, s % 2 ? parallel->ffn_nics : parallel->attn_nics);
+        for (int i = 0; i < side->nic_count; i++) {
+            assert_false(nic_taken[side->nics[i]]);
+            nic_taken[side->nics[i]] = true;
+            assert_true(gpus_on(scene, side, side->nics[i] / scene->cluster.nics_per_node) > 0);
+        }
+        for (int node = 0; node < scene->cluster.nodes; node++)
+            assert_true((gpus_on(scene, side, node) > 0) == (nics_on(scene, side, node) > 0));
+    }
+}
+
+/* A node holds one component; a component's GPUs are spread evenly over the nodes that they, or their NICs,
+   need. */
+static void assert_split(const struct ring_scene *scene) {
+    const struct parallel *parallel = &scene->plan.parallel;
+    int a_node = scene->cluster.gpus_per_node, a_node_nics = scene->cluster.nics_per_node;
+    for (int ffn = 0; ffn < 2; ffn++) {
+        int on[MOST_GPUS] = {0}, used = 0, blocks = scene->placement.blocks;
+        int gpus = blocks * (ffn ? parallel->ffn_gpus : parallel->attn_gpus);
+        int nics = blocks * (ffn ? parallel->ffn_nics : parallel->attn_nics);
+        if (parallel->attn_nics == NICS_SHARED) nics = 0;
+        int nodes = (gpus + a_node - 1) / a_node, by_nics = (nics + a_node_nics - 1) / a_node_nics;
+        if (by_nics > nodes) nodes = by_nics;
+        for (int s = ffn; s < 2 * blocks; s += 2)
+            for (int node = 0; node < scene->cluster.nodes; node++)
+                on[node] += gpus_on(scene, side_number(scene, s), node);
+        for (int node = 0; node < scene->cluster.nodes; node++) {
+            if (!on[node]) continue;
+            used++;
+            assert_in_range(on[node], gpus / nodes, (gpus + nodes - 1) / nodes);
+            for (int s = 1 - ffn; s < 2 * blocks; s += 2)
+                assert_int_equal(gpus_on(scene, side_number(scene, s), node), 0);
+        }
+        assert_int_equal(used, gpus < nodes ? gpus : nodes);
+    }
+}
+
+/* Dispatch and combine of each block against every pair of its GPUs. */
+static void assert_legs_by_pairs(const struct ring_scene *scene) {
+    const struct plan *plan = &scene->plan;
+    double tokens = 1.0 * plan->point->micro_batch_size * plan->point->seq_len / plan->parallel.cp;
+    double bytes = tokens * plan->parallel.attn_gpus * 2 /* copies */ * 32, even[MOST_GPUS],
+           shares[MOST_GPUS];
+    int m = plan->parallel.attn_gpus, n = plan->parallel.ffn_gpus, p = plan->parallel.groups;
+    for (int i = 0; i < m; i++) even[i] = 1.0 / m;
+    for (int i = 0; i < n; i++) shares[i] = 0;
+    for (int expert = 0, gpu = 0; expert < MOST_EXPERTS; expert++) {
+        while (expert >= MOST_EXPERTS * (gpu + 1) / n) gpu++;
+        shares[gpu] += scene->share[expert];
+    }
+    for (int b = 0; b < scene->placement.blocks; b++) {
+        struct sides sides = sides_of(scene, b, b / p * p + (b + 1) % p);
+        struct side *a = &sides.attention, *f = &sides.ffn, *next = &sides.next;
+        struct ports experts = {f->gpus, shares, n, f->nics, f->nic_count};
+        struct traffic dispatch = exchange_by_pairs(
+            &scene->cluster, (struct ports){a->gpus, even, m, a->nics, a->nic_count}, experts, bytes);
+        struct traffic combine =
+            exchange_by_pairs(&scene->cluster, experts,
+                              (struct ports){next->gpus, even, m, next->nics, next->nic_count}, bytes);
+        assert_near(plan_dispatch_cost(plan, 0, sides).seconds, dispatch.seconds, 1e-9);
+        assert_near(plan_combine_cost(plan, 0, sides, 1).seconds, combine.seconds, 1e-9);
+    }
+}
+
+static void test_random_placements(void **state) {
+    (void)state;
+    struct rng rng = rng_seed(20261102);
+    int cases = sampled(6000), placed = 0, with_nics = 0;
+    for (int i = 0; i < cases; i++) {
+        struct cluster cluster = random_cluster(&rng);
+        int gpus = cluster_gpus(&cluster), p = 1 + rng_below(&rng, 3), replicas = 1 + rng_below(&rng, 2);
+        int each = gpus / p / replicas, cp = 1 << rng_below(&rng, 2);
+        if (each < 2) continue;
+        struct parallel parallel = {.groups = p, .cp = cp};
+        parallel.attn_gpus = (1 + rng_below(&rng, each - 1) + cp - 1) / cp * cp;
+        parallel.ffn_gpus =
+            1 + rng_below(&rng, each - parallel.attn_gpus > 0 ? each - parallel.attn_gpus : 1);
+        bool shared = rng_below(&rng, 4) == 0;
+        int nics = cluster.nodes * cluster.nics_per_node / p / replicas / 2 + 1;
+        parallel.attn_nics = shared ? NICS_SHARED : 1 + rng_below(&rng, nics);
+        parallel.ffn_nics = shared ? NICS_SHARED : 1 + rng_below(&rng, nics);
+        struct ring_scene scene;
+        open_ring(&scene, cluster, parallel, rng_below(&rng, 2), replicas);
+        if (rng_below(&rng, 2)) {
+            double sum = 0;
+            scene.point.routing.text = "zipf:1";
+            for (int e = 0; e < MOST_EXPERTS; e++) sum += scene.share[e] = rng_uniform(&rng);
+            for (int e = 0; e < MOST_EXPERTS; e++) scene.share[e] /= sum;
+        }
+        if (place(&scene)) {
+            assert_placed(&scene);
+            if (scene.plan.placement == PLACEMENT_SPLIT) assert_split(&scene);
+            assert_legs_by_pairs(&scene);
+            placed++;
+            with_nics += !shared;
+        }
+        close_ring(&scene);
+    }
+    print_message("%d of %d placed, %d with NICs of their own\n", placed, cases, with_nics);
+    assert_true(placed > cases / 10 && with_nics > cases / 25);
+}
+
+/* NICs by node, of sides that share nodes: as their GPUs there are, as the side's own are. */
+static void test_nics_are_divided(void **state) {
+    (void)state;
+    static const struct {
+        struct parallel parallel;
+        int placement, replicas, nodes;
+        int attention[4][4], ffn[4][4]; /* of each block, NICs on each node */
+    } cases[] = {
+        /* One group: 10 F-GPUs on two nodes, 5 NICs: the first node has one more. */
+        {{.groups = 1, .attn_gpus = 16, .ffn_gpus = 10, .cp = 1, .attn_nics = 16, .ffn_nics = 5},
+         PLACEMENT_SPLIT,
+         1,
+         4,
+         {{8, 8}},
+         {{0, 0, 3, 2}}},
+        /* More NICs than the GPUs' nodes have: a third node. */
+        {{.groups = 1, .attn_gpus = 9, .ffn_gpus = 1, .cp = 1, .attn_nics = 24, .ffn_nics = 8},
+         PLACEMENT_SPLIT,
+         1,
+         4,
+         {{8, 8, 8}},
+         {{0, 0, 0, 8}}},
+        /* Two groups of 12 on three nodes: 8 + 4 and 4 + 8 GPUs. */
+        {{.groups = 2, .attn_gpus = 12, .ffn_gpus = 4, .cp = 1, .attn_nics = 12, .ffn_nics = 4},
+         PLACEMENT_SPLIT,
+         1,
+         4,
+         {{8, 4, 0, 0}, {0, 4, 8, 0}},
+         {{0, 0, 0, 4}, {0, 0, 0, 4}}},
+        /* Fewer than it has GPUs: 6 NICs for 8 + 4. */
+        {{.groups = 2, .attn_gpus = 12, .ffn_gpus = 4, .cp = 1, .attn_nics = 6, .ffn_nics = 3},
+         PLACEMENT_SPLIT,
+         1,
+         4,
+         {{4, 2, 0, 0}, {0, 2, 4, 0}},
+         {{0, 0, 0, 3}, {0, 0, 0, 3}}},
+        /* Mixed nodes: 6 and 2 GPUs of each group on its own node. */
+        {{.groups = 2, .attn_gpus = 6, .ffn_gpus = 2, .cp = 1, .attn_nics = 5, .ffn_nics = 3},
+         PLACEMENT_MIXED,
+         1,
+         2,
+         {{5, 0}, {0, 5}},
+         {{3, 0}, {0, 3}}},
+        /* Two replicas of one group on a node each. */
+        {{.groups = 1, .attn_gpus = 3, .ffn_gpus = 5, .cp = 1, .attn_nics = 4, .ffn_nics = 4},
+         PLACEMENT_MIXED,
+         2,
+         2,
+         {{4, 0}, {0, 4}},
+         {{4, 0}, {0, 4}}},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        struct ring_scene scene;
+        open_ring(&scene, plain_cluster(cases[i].nodes, 8, 8), cases[i].parallel, cases[i].placement,
+                  cases[i].replicas);
+        assert_true(place(&scene));
+        assert_placed(&scene);
+        for (int b = 0; b < scene.placement.blocks; b++)
+            for (int node = 0; node < cases[i].nodes; node++) {
+                assert_int_equal(nics_on(&scene, &scene.placement.attention[b], node),
+                                 cases[i].attention[b][node]);
+                assert_int_equal(nics_on(&scene, &scene.placement.ffn[b], node), cases[i].ffn[b][node]);
+            }
+        close_ring(&scene);
+    }
+}
+
+/* A side takes the NICs beside its own GPUs first, so that nothing hops that need not. */
+static void test_own_nics_first(void **state) {
+    (void)state;
+    struct ring_scene scene;
+    struct parallel parallel = {.groups = 1, .attn_gpus = 4, .ffn_gpus = 4, .cp = 1, .attn_nics = 4};
+    parallel.ffn_nics = 4;
+    open_ring(&scene, plain_cluster(1, 8, 8), parallel, PLACEMENT_MIXED, 1);
+    assert_true(place(&scene));
+    for (int s = 0; s < 2; s++)
+        for (int i = 0; i < 4; i++)
+            assert_int_equal(side_number(&scene, s)->nics[i], side_number(&scene, s)->gpus[i]);
+    close_ring(&scene);
+}
+
+/* Without numbers the division with the shorter longest transfer: never longer than each of a few others. */
+static void test_division_is_computed(void **state) {
+    (void)state;
+    struct rng rng = rng_seed(20261103);
+    int cases = sampled(200), shared = 0;
+    for (int i = 0; i < cases; i++) {
+        struct cluster cluster = plain_cluster(2 + rng_below(&rng, 3), 8, 8);
+        struct parallel parallel = {.groups = 1 + rng_below(&rng, 2), .cp = 1};
+        int each = cluster_gpus(&cluster) / parallel.groups;
+        parallel.attn_gpus = 1 + rng_below(&rng, each - 1);
+        parallel.ffn_gpus = 1 + rng_below(&rng, each - parallel.attn_gpus);
+        int placement = rng_below(&rng, 2), given = rng_below(&rng, 4) ? 0 : 1 + rng_below(&rng, 8);
+        struct ring_scene best, other;
+        parallel.attn_nics = given;
+        open_ring(&best, cluster, parallel, placement, 1);
+        placement_divide_nics(&best.plan);
+        const struct parallel *chosen = &best.plan.parallel;
+        if (given) assert_int_equal(chosen->attn_nics, given);
+        if (place(&best) && chosen->attn_nics > 0) {
+            double longest[2] = {0, 0};
+            struct ring_scene *both[] = {&best, &other};
+            for (int tries = 0; tries < 10; tries++) {
+                struct parallel tried = parallel;
+                tried.attn_nics = given ? given : 1 + rng_below(&rng, parallel.attn_gpus);
+                tried.ffn_nics = 1 + rng_below(&rng, parallel.ffn_gpus);
+                open_ring(&other, cluster, tried, placement, 1);
+                if (place(&other)) {
+                    for (int k = 0; k < 2; k++) {
+                        longest[k] = 0;
+                        for (int g = 0; g < parallel.groups; g++) {
+                            struct sides sides = sides_of(both[k], g, (g + 1) % parallel.groups);
+                            longest[k] =
+                                fmax(longest[k], plan_dispatch_cost(&both[k]->plan, 0, sides).seconds);
+                            longest[k] =
+                                fmax(longest[k], plan_combine_cost(&both[k]->plan, 0, sides, 1).seconds);
+                        }
+                    }
+                    if (longest[0] > longest[1] * (1 + 1e-9))
+                        fail_msg("%d+%d: NICs %d+%d take %g, %d+%d %g", parallel.attn_gpus, parallel.ffn_gpus,
+                                 chosen->attn_nics, chosen->ffn_nics, longest[0], tried.attn_nics,
+                                 tried.ffn_nics, longest[1]);
+                }
+                close_ring(&other);
+            }
+        }
+        shared += chosen->attn_nics == NICS_SHARED;
+        close_ring(&best);
+    }
+    print_message("%d of %d share each node's NICs by GPUs\n", shared, cases);
 }
 
 /* ---- calibration ------------------------------------------------------------------------------------- */
@@ -674,7 +1024,7 @@ static struct work ffn_work(const struct model *model, int seq_len, int expert_p
 
 /* One all-to-all of a micro-batch of one sequence a GPU. */
 static double all_to_all(const struct testbed *testbed, int seq_len, int expert_parallel) {
-    struct group group = even_group(0, expert_parallel);
+    struct sharers group = even_sharers(0, expert_parallel);
     double bytes = (double)expert_parallel * seq_len * testbed->model.moe.top_k * 2 * testbed->model.hidden;
     return exchange(&testbed->cluster, group, group, bytes).seconds;
 }
@@ -844,6 +1194,11 @@ int main(void) {
         cmocka_unit_test(test_reduce),
         cmocka_unit_test(test_slowest),
         cmocka_unit_test(test_exchange_equals_sum_over_pairs),
+        cmocka_unit_test(test_ten_ffn_gpus_with_all_nics),
+        cmocka_unit_test(test_random_placements),
+        cmocka_unit_test(test_nics_are_divided),
+        cmocka_unit_test(test_own_nics_first),
+        cmocka_unit_test(test_division_is_computed),
         SLOW_AND_FAST(test_section_3_table),
         SLOW_AND_FAST(test_communication_share_rises_with_nodes),
         cmocka_unit_test_setup_teardown(test_rates_follow_from_section_3, open_testbed, close_testbed),
