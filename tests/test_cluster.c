@@ -166,6 +166,7 @@ static void test_rejects(void **state) {
         {{"spine.rail_only", "1"}, "spine.rail_only", "1"},
         {{"slow_gpus", "3"}, ": slow_gpus: ", "a list"},
         {{"slow_gpus", "[{\"gpu\": 128, \"speed\": 0.5}]"}, "slow_gpus", "allowed: 0 to 127"},
+        {{"nodes", "65537"}, ": nodes: ", "from 1 to 65536"},
         {{"slow_gpus", "[{\"gpu\": 1, \"speed\": 1.5}]"}, "slow_gpus", "1.5"},
         {{"slow_gpus", "[{\"gpu\": 1, \"speed\": 0}]"}, "slow_gpus", "0"},
         {{"slow_gpus", "[{\"gpu\": 1}]"}, "slow_gpus", "speed"},
@@ -189,6 +190,94 @@ static void test_rejects(void **state) {
         {{"rates.memory_reserve.value", "90e9"}, "rates.memory_reserve.value", "gpu.memory_bytes"},
     };
     for (size_t i = 0; i < COUNT(cases); i++) assert_rejected(cases[i].change, cases[i].path, cases[i].text);
+}
+
+/* The largest clusters are checked like others. */
+static void test_largest(void **state) {
+    (void)state;
+    const struct change changes[] = {{"nodes", "65536"},
+                                     {"gpus_per_node", "256"},
+                                     {"nics_per_node", "256"},
+                                     {"slow_gpus", "[{\"gpu\": 16777216, \"speed\": 0.5}]"}};
+    char *messages = messages_of(changes, COUNT(changes));
+    assert_string_equal(messages, CLUSTER_FILE ": slow_gpus[0].gpu: found 16777216; the cluster has 16777216 "
+                                               "GPUs; allowed: 0 to 16777215\n");
+    free(messages);
+    messages = messages_of(changes, 3);
+    assert_string_equal(messages, "");
+    free(messages);
+}
+
+/* What is left out: the head's products run as fast as others, rows are not rounded, a layer costs no more.
+ */
+static void test_optional_rates(void **state) {
+    (void)state;
+    static const struct {
+        const char *file, *gemm; /* gemm: NULL as in the file */
+        bool out;                /* whether the optional rates are */
+        double head, tile, overhead;
+    } cases[] = {{CLUSTER_FILE, NULL, false, 600e12, 128, 0},
+                 {CLUSTER_FILE, NULL, true, 281.7e12, 0, 0},
+                 {CLUSTER_FILE, "5e14", true, 5e14, 0, 0},
+                 {FAST_CLUSTER_FILE, "5e14", false, 600e12, 128, 980e-6},
+                 {FAST_CLUSTER_FILE, NULL, true, 600e12, 0, 0}};
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        struct arena *arena = arena_new();
+        struct errors errors = {0};
+        struct json document = json_read_file(cases[i].file, arena, &errors);
+        struct cluster cluster = {.rates = {[RATE_LAYER_OVERHEAD] = 0}};
+        if (cases[i].gemm) change_document(document.node, (struct change){"rates.gemm.value", cases[i].gemm});
+        cJSON *rates = json_get_path(document.node, "rates");
+        static const char *const optional[] = {"head_gemm", "grouped_gemm_tile", "layer_overhead"};
+        for (size_t k = 0; cases[i].out && k < COUNT(optional); k++)
+            cJSON_DeleteItemFromObjectCaseSensitive(rates, optional[k]);
+        assert_true(cluster_read(document, &cluster));
+        assert_true(cluster.rates[RATE_HEAD_GEMM] == cases[i].head);
+        assert_true(cluster.rates[RATE_GROUPED_TILE] == cases[i].tile);
+        assert_true(cluster.rates[RATE_LAYER_OVERHEAD] == cases[i].overhead);
+        cJSON_Delete(document.node);
+        errors_free(&errors);
+        arena_free(arena);
+    }
+    assert_accepted(
+        (struct change){"rates.layer_overhead", "{\"value\": 0, \"unit\": \"s\", \"source\": \"none\"}"});
+    assert_accepted(
+        (struct change){"rates.layer_overhead", "{\"value\": 1, \"unit\": \"s\", \"source\": \"a second\"}"});
+    assert_accepted((struct change){"rates.grouped_gemm_tile.value", "1"});
+}
+
+/* File, path, what was found, what is allowed. */
+static void test_messages(void **state) {
+    (void)state;
+    static const struct {
+        struct change change;
+        const char *message;
+    } cases[] = {
+        {{"rates.head_gemm.value", "990e12"},
+         "rates.head_gemm.value: found 990000000000000; above what the hardware has; allowed: at most "
+         "gpu.peak_flops, 989000000000000"},
+        {{"rates.head_gemm.value", "0"}, "rates.head_gemm.value: found 0; allowed: a number from 1 to 1e+21"},
+        {{"rates.head_gemm.unit", "\"s\""}, "rates.head_gemm.unit: found \"s\"; allowed: \"FLOP/s\""},
+        {{"rates.grouped_gemm_tile.value", "0"},
+         "rates.grouped_gemm_tile.value: found 0; allowed: a number from 1 to 1e+21"},
+        {{"rates.grouped_gemm_tile.unit", "\"row\""},
+         "rates.grouped_gemm_tile.unit: found \"row\"; allowed: \"rows\""},
+        {{"rates.layer_overhead", "{\"value\": 1.5, \"unit\": \"s\", \"source\": \"too much\"}"},
+         "rates.layer_overhead.value: found 1.5; allowed: a number from 0 to 1"},
+        {{"rates.layer_overhead", "{\"value\": -1, \"unit\": \"s\", \"source\": \"less than none\"}"},
+         "rates.layer_overhead.value: found -1; allowed: a number from 0 to 1"},
+        {{"rates.layer_overhead", "{\"value\": 0, \"unit\": \"s\"}"},
+         "rates.layer_overhead.source: the key is missing; allowed: a text"},
+        {{"rates.kernel_launch.value", "2"},
+         "rates.kernel_launch.value: found 2; allowed: a number from 0 to 1"},
+        {{"nics_per_node", "3"}, "nics_per_node: found 3; allowed: a divisor of gpus_per_node, 8"},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        char *messages = messages_of(&cases[i].change, 1), expected[256];
+        snprintf(expected, sizeof expected, CLUSTER_FILE ": %s\n", cases[i].message);
+        assert_string_equal(messages, expected);
+        free(messages);
+    }
 }
 
 static void test_all_errors_at_once(void **state) {
@@ -1185,6 +1274,9 @@ int main(void) {
         cmocka_unit_test(test_accepts),
         cmocka_unit_test(test_values_of_the_testbed),
         cmocka_unit_test(test_rejects),
+        cmocka_unit_test(test_largest),
+        cmocka_unit_test(test_optional_rates),
+        cmocka_unit_test(test_messages),
         cmocka_unit_test(test_all_errors_at_once),
         cmocka_unit_test(test_all_to_all_over_two_nodes),
         cmocka_unit_test(test_unequal_sides),

@@ -178,6 +178,67 @@ static void written_models_read_back(void **state) {
     }
 }
 
+/* A small model with everything on. */
+static struct model everything(void) {
+    return (struct model){
+        .name = "everything",
+        .source = "",
+        .layers = 3,
+        .hidden = 10,
+        .vocab = 100,
+        .norm_eps = 1e-6,
+        .attention = {.heads = 4,
+                      .kv_heads = 2,
+                      .head_dim = 6,
+                      .rope_theta = 1e4,
+                      .qk_norm = true,
+                      .bias = true,
+                      .sinks = true,
+                      .window = 5,
+                      .window_layers = WINDOW_ODD},
+        .moe = {.experts = 8,
+                .top_k = 3,
+                .expert_hidden = 7,
+                .shared_experts = 2,
+                .dense_layers = 1,
+                .dense_hidden = 20,
+                .bias = true},
+    };
+}
+
+/* Every key, none of which has its default. */
+static void nothing_is_lost_in_writing(void **state) {
+    struct bench *bench = *state;
+    struct model model = everything(), again;
+    model.source = "a source";
+    model.dtype = DTYPE_FP32;
+    model.norm_eps = 3e-5;
+    model.tie_embeddings = true;
+    model.attention.rope_theta = 12345;
+    model.moe.router = ROUTER_NOISY_TOPK;
+    model.moe.renormalise = true;
+    model.moe.aux_loss = 0.25;
+    model.moe.z_loss = 0.125;
+    model.moe.capacity_factor = 1.5;
+    model.moe.activation = ACTIVATION_SWIGLU_CLAMPED;
+    char *text = print(&model);
+    assert_true(read_text(bench, text, &again));
+    free(text);
+    assert_string_equal(again.name, model.name);
+    assert_string_equal(again.source, model.source);
+    assert_true(again.dtype == model.dtype && again.layers == 3 && again.hidden == 10 && again.vocab == 100);
+    assert_true(again.norm_eps == 3e-5 && again.tie_embeddings);
+    assert_true(again.attention.heads == 4 && again.attention.kv_heads == 2 && again.attention.head_dim == 6);
+    assert_true(again.attention.rope_theta == 12345 && again.attention.qk_norm && again.attention.bias);
+    assert_true(again.attention.sinks && again.attention.window == 5);
+    assert_int_equal(again.attention.window_layers, WINDOW_ODD);
+    assert_true(again.moe.experts == 8 && again.moe.top_k == 3 && again.moe.expert_hidden == 7);
+    assert_true(again.moe.shared_experts == 2 && again.moe.dense_layers == 1 && again.moe.dense_hidden == 20);
+    assert_true(again.moe.router == ROUTER_NOISY_TOPK && again.moe.renormalise && again.moe.bias);
+    assert_true(again.moe.aux_loss == 0.25 && again.moe.z_loss == 0.125 && again.moe.capacity_factor == 1.5);
+    assert_int_equal(again.moe.activation, ACTIVATION_SWIGLU_CLAMPED);
+}
+
 /* The paper's table 1, and nothing beside it. */
 static void paper_models_are_the_table(void **state) {
     struct bench *bench = *state;
@@ -245,34 +306,7 @@ static void sizes_are_as_published(void **state) {
     assert_close(count.active, 2.8e9, 0.03);
 }
 
-/* By hand from the matrices' shapes: every term of a small model with everything on. */
-static struct model everything(void) {
-    return (struct model){
-        .name = "everything",
-        .source = "",
-        .layers = 3,
-        .hidden = 10,
-        .vocab = 100,
-        .norm_eps = 1e-6,
-        .attention = {.heads = 4,
-                      .kv_heads = 2,
-                      .head_dim = 6,
-                      .rope_theta = 1e4,
-                      .qk_norm = true,
-                      .bias = true,
-                      .sinks = true,
-                      .window = 5,
-                      .window_layers = WINDOW_ODD},
-        .moe = {.experts = 8,
-                .top_k = 3,
-                .expert_hidden = 7,
-                .shared_experts = 2,
-                .dense_layers = 1,
-                .dense_hidden = 20,
-                .bias = true},
-    };
-}
-
+/* By hand from the matrices' shapes. */
 static void parameters_by_hand(void **state) {
     (void)state;
     struct model m = everything();
@@ -1066,6 +1100,7 @@ int main(void) {
         TEST(the_same_error_fails_twice),
         TEST(parts_must_be_objects),
         TEST(written_models_read_back),
+        TEST(nothing_is_lost_in_writing),
         TEST(paper_models_are_the_table),
         TEST(mutated_manifests_never_crash),
         TEST(sizes_are_as_published),

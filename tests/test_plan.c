@@ -12,7 +12,9 @@ repository's root, whose experiments are read.
 #include <stdint.h>
 #include <cmocka.h>
 
+#include "baselines/baselines.h"
 #include "plan/plan.h"
+#include "sim/sim.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -378,6 +380,35 @@ static void test_all_at_once(void **state) {
     static const struct change two[] = {{"routing", "\"odd\""}, {"seq_len", "0"}};
     reading = read_changed(two, 2);
     assert_int_equal(reading.errors.count, 2);
+    reading_free(&reading);
+}
+
+/* The largest values are taken, and none above them. */
+static void test_limits(void **state) {
+    (void)state;
+    static const struct {
+        const char *path;
+        int least, most;
+    } cases[] = {{"seq_len", 1, 1 << 24},
+                 {"micro_batch_size", 1, 1 << 16},
+                 {"global_batch", 1, 1 << 24},
+                 {"seed", 0, 2147483647}};
+    for (size_t i = 0; i < COUNT(cases); i++)
+        for (int k = 0; k < 4; k++) {
+            char value[32], message[128];
+            double number = k < 2 ? cases[i].least - k : (double)cases[i].most + k - 2;
+            snprintf(value, sizeof value, "%.0f", number);
+            snprintf(message, sizeof message, ": %s: found %s; allowed: a whole number ", cases[i].path,
+                     value);
+            struct reading reading = read_with(cases[i].path, value);
+            bool allowed = k % 2 == 0;
+            assert_true(reading.good == allowed);
+            if (!allowed) assert_says(&reading.errors, message);
+            reading_free(&reading);
+        }
+    static const struct change many[] = {{"global_batch", NULL}, {"micro_batches", "1048576"}};
+    struct reading reading = read_changed(many, COUNT(many));
+    assert_good(&reading);
     reading_free(&reading);
 }
 
@@ -873,6 +904,40 @@ static void test_per_system(void **state) {
     reading_free(&reading);
 }
 
+/* Every key that shapes a plan may differ between the systems of a point. */
+static void test_per_system_choices(void **state) {
+    (void)state;
+    static const struct change changes[] = {
+        {"parallel", "{\"ep\":4,\"cp\":2}"},
+        {"memory", "{\"recompute\":\"selective\",\"zero\":1}"},
+        {"order", "{\"wave\":3}"},
+        {"head", "\"all-ffn\""},
+        {"per_system",
+         "{\"megatron\":{\"parallel.cp\":4,\"memory.recompute\":{\"attention\":\"projections\",\"layers\":2},"
+         "\"cluster.rates.head_gemm.value\":5e14},"
+         "\"disagmoe\":{\"parallel\":{\"attn_nics\":6},\"order\":{\"patient\":true,\"justified\":false},"
+         "\"head\":\"last-ffn\",\"memory\":\"auto\",\"placement\":\"mixed-nodes\"}}"}};
+    struct reading reading = read_changed(changes, COUNT(changes));
+    assert_good(&reading);
+    const struct point *common = &reading.experiment.points[0];
+    const struct point *m = common->variants[0], *d = common->variants[1];
+    assert_true(common->parallel.cp == 2 && common->head == HEAD_ALL_FFN && common->memory.zero == 1);
+    assert_true(common->cluster->rates[RATE_HEAD_GEMM] == 600e12);
+    assert_true(m->parallel.cp == 4 && m->parallel.ep == 4 && m->head == HEAD_ALL_FFN);
+    assert_true(m->memory.recompute.attention == ATTENTION_PROJECTIONS && m->memory.recompute.layers == 2);
+    assert_true(m->memory.recompute.ffn == FFN_NONE && m->memory.zero == 1 && !m->placement_given);
+    assert_int_equal(m->memory_given, MEMORY_RECOMPUTE | MEMORY_ZERO);
+    assert_true(m->cluster->rates[RATE_HEAD_GEMM] == 5e14);
+    assert_order(m->order, 3, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN);
+    /* An object stands for the whole of what it replaces. */
+    assert_true(d->parallel.attn_nics == 6 && d->parallel.cp == 0 && d->parallel.ep == 0);
+    assert_order(d->order, 0, 0, PREFER_OPEN, 1, 0);
+    assert_true(d->head == HEAD_LAST_FFN && d->auto_memory && d->memory_given == 0);
+    assert_true(d->placement_given && d->placement == PLACEMENT_MIXED);
+    assert_true(d->cluster->rates[RATE_HEAD_GEMM] == 600e12);
+    reading_free(&reading);
+}
+
 /* Swept whole, by system and by path; --set reaches what per_system puts in place. */
 static void test_per_system_swept(void **state) {
     (void)state;
@@ -952,6 +1017,80 @@ static void test_files(void **state) {
     for (size_t i = 0; i < COUNT(expected); i++)
         assert_string_equal(reading.experiment.files[i], expected[i]);
     reading_free(&reading);
+}
+
+/* ---- what is searched fits --------------------------------------------------------------------------- */
+
+#define SMALL_MODEL                                                                                          \
+    "{\"name\":\"small\",\"layers\":2,\"hidden\":512,\"vocab\":1000,\"attention\":{\"heads\":8,"             \
+    "\"kv_heads\":4,\"head_dim\":64},\"moe\":{\"experts\":8,\"top_k\":2,\"expert_hidden\":1024}}"
+
+/* Whether one was found; then it fits, and what is given is as given. */
+static bool searched_plan_fits(const struct point *point, int which, double usable) {
+    const struct system *system = system_named(point->systems[which]);
+    struct errors errors = {0};
+    struct result result;
+    struct plan plan;
+    bool feasible = false, ring = which == 1;
+    if (!tune_point(system, point, &plan, &feasible, &errors)) fail_msg("%s", errors.messages[0]);
+    if (!feasible) return false;
+    simulate_plan(system, &plan, &result, NULL, NULL);
+    if (result.oom || result.peak_memory > usable)
+        fail_msg("%s: %g bytes do not fit %g", system->name, result.peak_memory, usable);
+    const struct parallel *given = &point->parallel, *found = &plan.parallel;
+    assert_true(ring || !given->ep || found->ep == given->ep);
+    assert_true(ring || !given->pp || found->pp == given->pp);
+    assert_true(!given->cp || found->cp == given->cp);
+    assert_true(!ring || !given->groups || found->groups == given->groups);
+    assert_true(!ring || !given->attn_gpus || found->attn_gpus == given->attn_gpus);
+    assert_true(!ring || !given->ffn_gpus || found->ffn_gpus == given->ffn_gpus);
+    assert_true(!ring || !given->attn_nics || found->attn_nics == given->attn_nics);
+    if (point->memory_given & MEMORY_RECOMPUTE)
+        assert_string_equal(recompute_word(plan.memory.recompute), "none");
+    if (point->memory_given & MEMORY_ZERO) assert_int_equal(plan.memory.zero, 0);
+    if (point->memory_given & MEMORY_EXPERT_INPUT) assert_int_equal(plan.memory.expert_input, INPUT_KEEP);
+    if (ring && point->order.wave) assert_int_equal(plan.order.wave, point->order.wave);
+    return true;
+}
+
+/* A part that is given stays; what is searched beside it never exceeds the memory. */
+static void test_searched_plans_fit(void **state) {
+    (void)state;
+    static const struct change parts[] = {
+        {"seed", "1"}, /* nothing is given */
+        {"parallel", "{\"ep\":4}"},
+        {"parallel", "{\"pp\":2,\"cp\":2}"},
+        {"parallel", "{\"groups\":2}"},
+        {"parallel", "{\"attn_gpus\":1,\"vpp\":1}"},
+        {"parallel", "{\"ffn_gpus\":2,\"attn_nics\":2}"},
+        {"memory", "{\"recompute\":\"none\"}"},
+        {"memory", "{\"zero\":0,\"expert_input\":\"keep\"}"},
+        {"order", "{\"wave\":4}"},
+    };
+    static const double bytes[] = {3.02e9, 3.2e9, 3.4e9, 3.6e9}; /* 3e9 are reserved */
+    int cases = sampled(COUNT(parts) * COUNT(bytes)), fit = 0;
+    for (int i = 0; i < cases; i++) {
+        const struct change *part = &parts[i % COUNT(parts)];
+        double memory = bytes[(size_t)i / COUNT(parts)];
+        char text[32];
+        snprintf(text, sizeof text, "%.0f", memory);
+        const struct change changes[] = {{"model", SMALL_MODEL},
+                                         {"cluster.nodes", "1"},
+                                         {"cluster.gpus_per_node", "4"},
+                                         {"cluster.nics_per_node", "4"},
+                                         {"cluster.slow_gpus", "[]"},
+                                         {"cluster.gpu.memory_bytes", text},
+                                         {"placement", "\"mixed-nodes\""},
+                                         {"seq_len", "1024"},
+                                         {"global_batch", "6"},
+                                         *part};
+        struct reading reading = read_changed(changes, COUNT(changes));
+        assert_good(&reading);
+        for (int s = 0; s < 2; s++) fit += searched_plan_fits(&reading.experiment.points[0], s, memory - 3e9);
+        reading_free(&reading);
+    }
+    print_message("%d of %d searches found a plan that fits\n", fit, 2 * cases);
+    assert_true(cases < 30 || (fit > cases / 2 && fit < 2 * cases));
 }
 
 /* ---- routing ----------------------------------------------------------------------------------------- */
@@ -1245,6 +1384,7 @@ int main(void) {
         cmocka_unit_test(test_messages),
         cmocka_unit_test(test_all_at_once),
         cmocka_unit_test(test_told_once),
+        cmocka_unit_test(test_limits),
         cmocka_unit_test(test_defaults),
         cmocka_unit_test(test_auto),
         cmocka_unit_test(test_parallel_in_part),
@@ -1262,6 +1402,8 @@ int main(void) {
         cmocka_unit_test(test_swept),
         cmocka_unit_test(test_per_system),
         cmocka_unit_test(test_per_system_swept),
+        cmocka_unit_test(test_per_system_choices),
+        cmocka_unit_test(test_searched_plans_fit),
         cmocka_unit_test(test_only_the_cause),
         cmocka_unit_test(test_files),
         cmocka_unit_test(test_zipf),
