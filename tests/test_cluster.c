@@ -391,6 +391,9 @@ static void test_nothing_moves(void **state) {
     assert_true(traffic.seconds == 0 && traffic.nic_bytes == 0 && traffic.nvlink_bytes == 0);
     assert_true(exchange(&cluster, even_sharers(0, 16), even_sharers(0, 16), 0).seconds == 0);
     assert_true(exchange(&cluster, even_sharers(0, 0), even_sharers(0, 0), 100).seconds == 0);
+    /* However little moves, it has its way to go. */
+    assert_near(exchange(&cluster, even_sharers(0, 8), even_sharers(0, 8), 1e-3).seconds, 1, 1e-3);
+    assert_near(exchange(&cluster, even_sharers(0, 8), even_sharers(8, 8), 1e-3).seconds, 3, 1e-3);
     int same[] = {3, 12};
     assert_true(cluster_pairwise(&cluster, same, same, 2, 100).seconds == 0);
     assert_true(cluster_reduce_seconds(&cluster, same, 1, 100) == 0);
@@ -1002,6 +1005,8 @@ static void test_division_is_computed(void **state) {
         placement_divide_nics(&best.plan);
         const struct parallel *chosen = &best.plan.parallel;
         if (given) assert_int_equal(chosen->attn_nics, given);
+        assert_true((chosen->attn_nics == NICS_SHARED) == (chosen->ffn_nics == NICS_SHARED));
+        assert_true(given || (chosen->attn_nics != 0 && chosen->ffn_nics != 0));
         if (place(&best) && chosen->attn_nics > 0) {
             double longest[2] = {0, 0};
             struct ring_scene *both[] = {&best, &other};

@@ -131,6 +131,48 @@ static void all_that_is_wrong_is_told_at_once(void **state) {
                   "m.json: moe.dense_hidden: found 0; allowed with dense_layers: at least 1");
 }
 
+/* The least and the most of each number, and what is beyond. */
+static void limits_are_told(void **state) {
+    struct bench *bench = *state;
+    static const struct {
+        const char *path;
+        double inside, outside;
+        const char *allowed;
+    } cases[] = {
+        {"norm_eps", 1, 1.5, "a number from 0 to 1"},
+        {"layers", 10000, 10001, "a whole number from 1 to 10000"},
+        {"attention.rope_theta", 1e15, 1e16, "a number from 1 to 1e+15"},
+        {"attention.rope_theta", 1, 0.5, "a number from 1 to 1e+15"},
+        {"moe.shared_experts", 1024, 1025, "a whole number from 0 to 1024"},
+        {"moe.aux_loss", 1e6, 2e6, "a number from 0 to 1000000"},
+        {"moe.z_loss", 1e6, 2e6, "a number from 0 to 1000000"},
+        {"moe.capacity_factor", 1e6, -1, "a number from 0 to 1000000"},
+        {"vocab", 1 << 28, 0, "a whole number from 1 to 268435456"},
+        {"hidden", 1 << 24, (1 << 24) + 1, "a whole number from 1 to 16777216"},
+        {"moe.top_k", 1, 0, "a whole number from 1 to 16777216"},
+        {"moe.experts", 2, 0, "a whole number from 1 to 16777216"},
+        {"attention.head_dim", 2, 1, "a whole number from 2 to 16777216"},
+        {"attention.kv_heads", 1, 0, "a whole number from 1 to 16777216"},
+        {"moe.expert_hidden", 1, 0, "a whole number from 1 to 16777216"},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++)
+        for (int beyond = 0; beyond < 2; beyond++) {
+            double number = beyond ? cases[i].outside : cases[i].inside;
+            struct json document =
+                json_read_text("{" SMALL "}", strlen("{" SMALL "}"), "m.json", bench->arena, &bench->errors);
+            assert_true(json_set_path(document.node, cases[i].path, cJSON_CreateNumber(number)));
+            struct model model;
+            assert_true(model_read(document, &model) != beyond);
+            cJSON_Delete(document.node);
+            if (!beyond) continue;
+            if (strncmp(bench->errors.messages[0], "m.json: ", 8) != 0 ||
+                !strstr(bench->errors.messages[0], cases[i].path) ||
+                !strstr(bench->errors.messages[0], cases[i].allowed))
+                fail_msg("%s", bench->errors.messages[0]);
+            errors_free(&bench->errors);
+        }
+}
+
 static void the_same_error_fails_twice(void **state) {
     struct bench *bench = *state;
     struct model model;
@@ -1097,6 +1139,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         TEST(left_out_means_plain),
         TEST(all_that_is_wrong_is_told_at_once),
+        TEST(limits_are_told),
         TEST(the_same_error_fails_twice),
         TEST(parts_must_be_objects),
         TEST(written_models_read_back),

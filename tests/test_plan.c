@@ -419,6 +419,13 @@ static void test_told_once(void **state) {
     struct reading reading = read_changed(changes, 2);
     assert_int_equal(reading.errors.count, 1);
     reading_free(&reading);
+    /* Nor again for a system that has its own of other keys. */
+    static const struct change own[] = {{"seq_len", "0"},
+                                        {"per_system", "{\"megatron\":{\"micro_batch_size\":2}}"}};
+    reading = read_changed(own, 2);
+    assert_int_equal(reading.errors.count, 1);
+    assert_says(&reading.errors, HERE ": seq_len: found 0");
+    reading_free(&reading);
 }
 
 /* ---- defaults and auto ------------------------------------------------------------------------------- */
@@ -447,6 +454,26 @@ static void test_defaults(void **state) {
     assert_memory_equal(&point->parallel, &open, sizeof open);
     assert_string_equal(point->routing.text, "balanced");
     for (int i = 0; i < 64; i++) assert_near(point->routing.share[i], 1.0 / 64);
+    reading_free(&reading);
+}
+
+/* Of the GPT-3 and DeepSeek papers' AdamW, and a rate that suits small models. */
+static void test_training_defaults(void **state) {
+    (void)state;
+    struct reading reading = read_text(SOUND);
+    assert_good(&reading);
+    const struct training *training = &reading.experiment.points[0].training;
+    assert_true(training->steps == 10 && training->warmup_steps == 10 && training->decay_steps == 0);
+    assert_true(!training->forced_routing && strcmp(training->data, "markov") == 0);
+    assert_true(training->learning_rate == 3e-3 && training->final_learning_rate == 3e-4);
+    assert_true(training->beta1 == 0.9 && training->beta2 == 0.95 && training->epsilon == 1e-8);
+    assert_true(training->weight_decay == 0.1 && training->clip == 1);
+    reading_free(&reading);
+    reading = read_with("train", "{\"data\":\"text.txt\",\"beta2\":0.5,\"steps\":3}");
+    assert_good(&reading);
+    training = &reading.experiment.points[0].training;
+    assert_string_equal(training->data, "experiments/text.txt"); /* beside the manifest */
+    assert_true(training->beta1 == 0.9 && training->beta2 == 0.5 && training->steps == 3);
     reading_free(&reading);
 }
 
@@ -1386,6 +1413,7 @@ int main(void) {
         cmocka_unit_test(test_told_once),
         cmocka_unit_test(test_limits),
         cmocka_unit_test(test_defaults),
+        cmocka_unit_test(test_training_defaults),
         cmocka_unit_test(test_auto),
         cmocka_unit_test(test_parallel_in_part),
         cmocka_unit_test(test_order_in_part),
