@@ -131,6 +131,48 @@ static void all_that_is_wrong_is_told_at_once(void **state) {
                   "m.json: moe.dense_hidden: found 0; allowed with dense_layers: at least 1");
 }
 
+/* The least and the most of each number, and what is beyond. */
+static void limits_are_told(void **state) {
+    struct bench *bench = *state;
+    static const struct {
+        const char *path;
+        double inside, outside;
+        const char *allowed;
+    } cases[] = {
+        {"norm_eps", 1, 1.5, "a number from 0 to 1"},
+        {"layers", 10000, 10001, "a whole number from 1 to 10000"},
+        {"attention.rope_theta", 1e15, 1e16, "a number from 1 to 1e+15"},
+        {"attention.rope_theta", 1, 0.5, "a number from 1 to 1e+15"},
+        {"moe.shared_experts", 1024, 1025, "a whole number from 0 to 1024"},
+        {"moe.aux_loss", 1e6, 2e6, "a number from 0 to 1000000"},
+        {"moe.z_loss", 1e6, 2e6, "a number from 0 to 1000000"},
+        {"moe.capacity_factor", 1e6, -1, "a number from 0 to 1000000"},
+        {"vocab", 1 << 28, 0, "a whole number from 1 to 268435456"},
+        {"hidden", 1 << 24, (1 << 24) + 1, "a whole number from 1 to 16777216"},
+        {"moe.top_k", 1, 0, "a whole number from 1 to 16777216"},
+        {"moe.experts", 2, 0, "a whole number from 1 to 16777216"},
+        {"attention.head_dim", 2, 1, "a whole number from 2 to 16777216"},
+        {"attention.kv_heads", 1, 0, "a whole number from 1 to 16777216"},
+        {"moe.expert_hidden", 1, 0, "a whole number from 1 to 16777216"},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++)
+        for (int beyond = 0; beyond < 2; beyond++) {
+            double number = beyond ? cases[i].outside : cases[i].inside;
+            struct json document =
+                json_read_text("{" SMALL "}", strlen("{" SMALL "}"), "m.json", bench->arena, &bench->errors);
+            assert_true(json_set_path(document.node, cases[i].path, cJSON_CreateNumber(number)));
+            struct model model;
+            assert_true(model_read(document, &model) != beyond);
+            cJSON_Delete(document.node);
+            if (!beyond) continue;
+            if (strncmp(bench->errors.messages[0], "m.json: ", 8) != 0 ||
+                !strstr(bench->errors.messages[0], cases[i].path) ||
+                !strstr(bench->errors.messages[0], cases[i].allowed))
+                fail_msg("%s", bench->errors.messages[0]);
+            errors_free(&bench->errors);
+        }
+}
+
 static void the_same_error_fails_twice(void **state) {
     struct bench *bench = *state;
     struct model model;
@@ -176,6 +218,67 @@ static void written_models_read_back(void **state) {
         assert_true(model_read(value, &again));
         cJSON_Delete(tree);
     }
+}
+
+/* A small model with everything on. */
+static struct model everything(void) {
+    return (struct model){
+        .name = "everything",
+        .source = "",
+        .layers = 3,
+        .hidden = 10,
+        .vocab = 100,
+        .norm_eps = 1e-6,
+        .attention = {.heads = 4,
+                      .kv_heads = 2,
+                      .head_dim = 6,
+                      .rope_theta = 1e4,
+                      .qk_norm = true,
+                      .bias = true,
+                      .sinks = true,
+                      .window = 5,
+                      .window_layers = WINDOW_ODD},
+        .moe = {.experts = 8,
+                .top_k = 3,
+                .expert_hidden = 7,
+                .shared_experts = 2,
+                .dense_layers = 1,
+                .dense_hidden = 20,
+                .bias = true},
+    };
+}
+
+/* Every key, none of which has its default. */
+static void nothing_is_lost_in_writing(void **state) {
+    struct bench *bench = *state;
+    struct model model = everything(), again;
+    model.source = "a source";
+    model.dtype = DTYPE_FP32;
+    model.norm_eps = 3e-5;
+    model.tie_embeddings = true;
+    model.attention.rope_theta = 12345;
+    model.moe.router = ROUTER_NOISY_TOPK;
+    model.moe.renormalise = true;
+    model.moe.aux_loss = 0.25;
+    model.moe.z_loss = 0.125;
+    model.moe.capacity_factor = 1.5;
+    model.moe.activation = ACTIVATION_SWIGLU_CLAMPED;
+    char *text = print(&model);
+    assert_true(read_text(bench, text, &again));
+    free(text);
+    assert_string_equal(again.name, model.name);
+    assert_string_equal(again.source, model.source);
+    assert_true(again.dtype == model.dtype && again.layers == 3 && again.hidden == 10 && again.vocab == 100);
+    assert_true(again.norm_eps == 3e-5 && again.tie_embeddings);
+    assert_true(again.attention.heads == 4 && again.attention.kv_heads == 2 && again.attention.head_dim == 6);
+    assert_true(again.attention.rope_theta == 12345 && again.attention.qk_norm && again.attention.bias);
+    assert_true(again.attention.sinks && again.attention.window == 5);
+    assert_int_equal(again.attention.window_layers, WINDOW_ODD);
+    assert_true(again.moe.experts == 8 && again.moe.top_k == 3 && again.moe.expert_hidden == 7);
+    assert_true(again.moe.shared_experts == 2 && again.moe.dense_layers == 1 && again.moe.dense_hidden == 20);
+    assert_true(again.moe.router == ROUTER_NOISY_TOPK && again.moe.renormalise && again.moe.bias);
+    assert_true(again.moe.aux_loss == 0.25 && again.moe.z_loss == 0.125 && again.moe.capacity_factor == 1.5);
+    assert_int_equal(again.moe.activation, ACTIVATION_SWIGLU_CLAMPED);
 }
 
 /* The paper's table 1, and nothing beside it. */
@@ -245,34 +348,7 @@ static void sizes_are_as_published(void **state) {
     assert_close(count.active, 2.8e9, 0.03);
 }
 
-/* By hand from the matrices' shapes: every term of a small model with everything on. */
-static struct model everything(void) {
-    return (struct model){
-        .name = "everything",
-        .source = "",
-        .layers = 3,
-        .hidden = 10,
-        .vocab = 100,
-        .norm_eps = 1e-6,
-        .attention = {.heads = 4,
-                      .kv_heads = 2,
-                      .head_dim = 6,
-                      .rope_theta = 1e4,
-                      .qk_norm = true,
-                      .bias = true,
-                      .sinks = true,
-                      .window = 5,
-                      .window_layers = WINDOW_ODD},
-        .moe = {.experts = 8,
-                .top_k = 3,
-                .expert_hidden = 7,
-                .shared_experts = 2,
-                .dense_layers = 1,
-                .dense_hidden = 20,
-                .bias = true},
-    };
-}
-
+/* By hand from the matrices' shapes. */
 static void parameters_by_hand(void **state) {
     (void)state;
     struct model m = everything();
@@ -313,20 +389,31 @@ static void layers_have_their_kind_and_window(void **state) {
 
 /* ---- work, counted by loops -------------------------------------------------------------------------- */
 
-static double count_core_flops(const struct model *m, int layer, int seq_len) {
-    double flops = 0;
-    int window = model_layer_window(m, layer);
-    for (int query = 0; query < seq_len; query++)
-        for (int key = 0; key <= query; key++) {
-            if (window && query - key >= window) continue;
-            flops += 2.0 * m->attention.head_dim; /* score */
-            flops += 2.0 * m->attention.head_dim; /* weighted value */
+/* Keys that this query of the layer sees, itself included. */
+static int keys_of(const struct model *m, int layer, int query) {
+    int window = model_layer_window(m, layer), keys = 0;
+    for (int key = 0; key <= query; key++) keys += !window || query - key < window;
+    return keys;
+}
+
+/* Core attention of the GPU with most to do of a run of cp, which has pieces i and 2·cp − 1 − i of 2·cp. */
+static double count_core_flops(const struct model *m, int layer, int seq_len, int cp) {
+    double most = 0;
+    int piece = seq_len / (2 * cp);
+    for (int rank = 0; rank < cp; rank++) {
+        double flops = 0;
+        for (int query = 0; query < seq_len; query++) {
+            bool here = cp == 1 || query / piece == rank || query / piece == 2 * cp - 1 - rank;
+            /* a score and a weighted value */
+            if (here) flops += keys_of(m, layer, query) * 2 * 2.0 * m->attention.head_dim;
         }
-    return flops * m->attention.heads;
+        most = fmax(most, flops * m->attention.heads);
+    }
+    return most;
 }
 
 /* One multiply-add an element of each matrix and token. */
-static double count_gemm_flops(const struct model *m, int layer) {
+static double count_dense_flops(const struct model *m, int layer) {
     double flops = 0;
     for (int head = 0; head < m->attention.heads; head++)
         flops += 2.0 * 2 * m->attention.head_dim * m->hidden;
@@ -336,87 +423,226 @@ static double count_gemm_flops(const struct model *m, int layer) {
     return flops;
 }
 
+/* A product as it should be: rows in all times `matrices` matrices (out, in). */
+struct expected_product {
+    enum unit unit;
+    double rows, in, out, matrices;
+};
+
+/* In order, in this pass. Elements in BF16; `gradient`: bytes of one in the buffer of gradients. */
+static void assert_products(const struct work *work, enum work_pass pass, double gradient,
+                            const struct expected_product *expected, int count) {
+    assert_int_equal(work->product_count, count);
+    for (int i = 0; i < count; i++) {
+        struct expected_product e = expected[i];
+        double weights = e.matrices * e.in * e.out, rows = 2 * e.rows * e.in + 2 * e.rows * e.out;
+        double bytes = pass == WORK_BACKWARD_WEIGHT ? gradient * weights + rows + gradient * weights
+                                                    : 2 * weights + rows;
+        assert_int_equal(work->products[i].unit, e.unit);
+        assert_close(work->products[i].flops, 2 * e.rows * e.in * e.out, 1e-15);
+        assert_close(work->products[i].bytes, bytes, 1e-15);
+    }
+}
+
 static void attention_work_by_loops(void **state) {
     (void)state;
     struct model m = everything();
-    static const int lengths[] = {1, 2, 4, 5, 6, 37};
-    for (size_t i = 0; i < COUNT(lengths); i++)
-        for (int layer = 0; layer < 3; layer++) {
-            int s = lengths[i];
-            double core = 2 * count_core_flops(&m, layer, s), gemm = 2.0 * s * count_gemm_flops(&m, layer);
-            struct work forward = model_attention_work(&m, layer, WORK_FORWARD, 2, s);
-            struct work input = model_attention_work(&m, layer, WORK_BACKWARD_INPUT, 2, s);
-            struct work weight = model_attention_work(&m, layer, WORK_BACKWARD_WEIGHT, 2, s);
-            assert_true(forward.core_flops == core && input.core_flops == 2.5 * core &&
-                        weight.core_flops == 0);
-            assert_true(forward.gemm_flops == gemm && input.gemm_flops == gemm && weight.gemm_flops == gemm);
-            assert_true(forward.grouped_flops == 0 && forward.bytes > 0 && input.bytes > forward.bytes * 0.5);
-            assert_true(forward.kernels >= 8 && weight.kernels >= 2);
-        }
+    static const struct tokens runs[] = {{2, 1, 1},  {2, 2, 1},  {2, 5, 1},  {2, 37, 1},  {2, 4, 2},
+                                         {1, 24, 2}, {3, 24, 3}, {1, 96, 4}, {2, 60, 10}, {1, 6, 3}};
+    for (int window = 0; window < 20; window += 5)
+        for (size_t i = 0; i < COUNT(runs); i++)
+            for (int layer = 0; layer < 3; layer++) {
+                m.attention.window = window;
+                struct tokens run = runs[i];
+                double core = run.sequences * count_core_flops(&m, layer, run.seq_len, run.cp);
+                double here = run.sequences * run.seq_len / run.cp;
+                double dense = here * count_dense_flops(&m, layer);
+                struct work forward = model_attention_work(&m, layer, WORK_FORWARD, run, 4);
+                struct work input = model_attention_work(&m, layer, WORK_BACKWARD_INPUT, run, 4);
+                struct work weight = model_attention_work(&m, layer, WORK_BACKWARD_WEIGHT, run, 4);
+                assert_close(tokens_here(run), here, 1e-15);
+                assert_close(forward.core_flops, core, 1e-14);
+                assert_close(input.core_flops, 2.5 * core, 1e-14);
+                assert_true(weight.core_flops == 0);
+                assert_close(work_flops(&forward, UNIT_DENSE), dense, 1e-14);
+                assert_close(work_flops(&input, UNIT_DENSE), dense, 1e-14);
+                assert_close(work_flops(&weight, UNIT_DENSE), dense, 1e-14);
+                assert_true(work_flops(&forward, UNIT_EXPERTS) == 0 && work_flops(&forward, UNIT_HEAD) == 0);
+            }
 }
 
 static void full_attention_is_half_a_square(void **state) {
     struct bench *bench = *state;
     struct model m = load(bench, "experiments/models/qwen3-235b-paper.json");
-    struct work work = model_attention_work(&m, 0, WORK_FORWARD, 1, 4096);
+    struct work work = model_attention_work(&m, 0, WORK_FORWARD, (struct tokens){1, 4096, 1}, 4);
     assert_true(work.core_flops == 4.0 * 64 * 128 * (4096.0 * 4097 / 2));
     /* q and o 4096 × 8192, k and v 4096 × 512, router 4096 × 128 */
-    assert_true(work.gemm_flops == 2.0 * 4096 * 4096 * (2 * 8192 + 2 * 512 + 128));
+    assert_true(work_flops(&work, UNIT_DENSE) == 2.0 * 4096 * 4096 * (2 * 8192 + 2 * 512 + 128));
+    /* Without a window every GPU of a run has the same part of it. */
+    struct work part = model_attention_work(&m, 0, WORK_FORWARD, (struct tokens){1, 4096, 8}, 4);
+    assert_close(part.core_flops * 8, work.core_flops, 1e-15);
 }
 
 /* Traffic of one token of a plain layer, kernel by kernel, in BF16 elements of H 8, A 8, K 4, E 4, k 2. */
 static void attention_bytes_by_hand(void **state) {
     struct bench *bench = *state;
     struct model m;
+    struct tokens one = {1, 1, 1};
     assert_true(read_text(bench, "{" SMALL "}", &m));
     double forward =
         16 + 24 + 24 + 16 + 8 + 8 + 16 + 8 + 16; /* norm, RoPE, residual, norm, h2, x, copies, packing */
-    assert_true(model_attention_work(&m, 0, WORK_FORWARD, 1, 1).bytes == 2 * forward + 4 * 4 + 8 * 2);
+    assert_true(model_attention_work(&m, 0, WORK_FORWARD, one, 4).bytes == 2 * forward + 4 * 4 + 8 * 2);
     double input = 32 + 24 + 16 + 32 + 8 + 16 + 16 + 8;
-    assert_true(model_attention_work(&m, 0, WORK_BACKWARD_INPUT, 1, 1).bytes == 2 * input + 2 * 16 + 12 * 2);
-    assert_true(model_attention_work(&m, 0, WORK_BACKWARD_WEIGHT, 1, 1).bytes == 0);
+    assert_true(model_attention_work(&m, 0, WORK_BACKWARD_INPUT, one, 4).bytes ==
+                2 * input + 2 * 16 + 12 * 2);
+    assert_true(model_attention_work(&m, 0, WORK_BACKWARD_WEIGHT, one, 4).bytes == 0);
+}
+
+/* The same with everything on, dense and MoE layer: H 10, A 24, K 12, E 8, k 3. `logits`: of the router. */
+static void attention_bytes_with_everything(void **state) {
+    (void)state;
+    for (int noisy = 0; noisy < 2; noisy++) {
+        struct model m = everything();
+        if (noisy) m.moe.router = ROUTER_NOISY_TOPK;
+        double logits = noisy ? 16 : 8, norm = 20, q_and_k = 72, residual = 30;
+        double forward = norm + q_and_k + q_and_k + residual + norm;  /* QK-norm, RoPE */
+        double packed = 10 + 30, summed = 10 + 30 + 10;               /* h2 and copies in, x out */
+        double input = 40 + 108 + 72 + 48 + 40, spread = 10 + 30;     /* norm, QK-norm, RoPE, sums, norm */
+        double biases = 24 + 12 + 12 + 10, gate = logits * 4 + 3 * 8; /* weights and numbers of the top 3 */
+        const double bytes[3][2] = {
+            [WORK_FORWARD] = {2 * (forward + 10 + 10 + 10), 2 * (forward + packed + summed) + gate},
+            [WORK_BACKWARD_INPUT] = {2 * input,
+                                     2 * (input + spread + packed) + 2 * 4 * logits + 3 * (4 + 4 + 4)},
+            [WORK_BACKWARD_WEIGHT] = {2 * biases, 2 * biases + 4 * logits}};
+        static const double kernels[3][2] = {
+            /* norm, qkv, QK-norm, RoPE, core, output, residual, norm, residual; router, gate, packing */
+            [WORK_FORWARD] = {9, 12},
+            /* norm, qkv, QK-norm, RoPE, sums, core, output, norm; router, gate, packing, spreading */
+            [WORK_BACKWARD_INPUT] = {8, 12},
+            /* qkv, output, their biases; router, its bias */
+            [WORK_BACKWARD_WEIGHT] = {4, 6}};
+        for (int pass = WORK_FORWARD; pass <= WORK_BACKWARD_WEIGHT; pass++)
+            for (int layer = 0; layer < 2; layer++)
+                for (int cp = 1; cp <= 2; cp++) {
+                    struct tokens tokens = {3, 8, cp};
+                    double here = 24 / cp, gradient = layer ? 2 : 4;
+                    struct work work = model_attention_work(&m, layer, pass, tokens, gradient);
+                    assert_close(work.bytes, here * bytes[pass][layer], 1e-15);
+                    assert_true(work.kernels == kernels[pass][layer]);
+                    const struct expected_product products[] = {{UNIT_DENSE, here, 10, 24 + 12 + 12, 1},
+                                                                {UNIT_DENSE, here, 24, 10, 1},
+                                                                {UNIT_DENSE, here, 10, logits, 1}};
+                    assert_products(&work, pass, gradient, products, 2 + layer);
+                }
+        m.attention.qk_norm = m.attention.bias = m.moe.bias = false;
+        assert_true(model_attention_work(&m, 1, WORK_FORWARD, (struct tokens){1, 1, 1}, 4).kernels == 11);
+        assert_true(model_attention_work(&m, 1, WORK_BACKWARD_INPUT, (struct tokens){1, 1, 1}, 4).kernels ==
+                    11);
+        assert_true(model_attention_work(&m, 1, WORK_BACKWARD_WEIGHT, (struct tokens){1, 1, 1}, 4).kernels ==
+                    3);
+    }
 }
 
 static void ffn_work_by_hand(void **state) {
     (void)state;
     struct model m = everything();
-    for (int pass = WORK_FORWARD; pass <= WORK_BACKWARD_WEIGHT; pass++) {
-        struct work moe = model_ffn_work(&m, 1, pass, 30, 10, 4),
-                    dense = model_ffn_work(&m, 0, pass, 10, 10, 4);
-        assert_true(moe.grouped_flops == 30 * 3 * 2.0 * 10 * 7);
-        assert_true(moe.gemm_flops == 10 * 3 * 2.0 * 10 * 14);
-        assert_true(dense.grouped_flops == 0 && dense.gemm_flops == 10 * 3 * 2.0 * 10 * 20);
-        assert_true(moe.core_flops == 0 && moe.kernels > dense.kernels);
-    }
+    /* 30 copies at 4 experts, whose 32 rows fill their tiles; 9 tokens pass the shared experts. */
+    const struct ffn_load load = {.copies = 30, .rows = 32, .experts = 4, .tokens = 9};
+    const struct expected_product moe_products[] = {{UNIT_EXPERTS, 32, 10, 2 * 7, 4},
+                                                    {UNIT_EXPERTS, 32, 7, 10, 4},
+                                                    {UNIT_DENSE, 9, 10, 2 * 14, 1},
+                                                    {UNIT_DENSE, 9, 14, 10, 1}};
+    const struct expected_product dense_products[] = {{UNIT_DENSE, 9, 10, 2 * 20, 1},
+                                                      {UNIT_DENSE, 9, 20, 10, 1}};
+    /* Two sorts 2 × (10 in, 10 out); SwiGLU 2 widths in, 1 out, and 3 in, 2 out; the router's weight in FP32;
+       the sum of shared and routed, or of their input gradients, 3 × 10. Then sums for the biases. */
+    static const double moe_bytes[] = {30 * (2 * (40 + 21) + 4) + 9 * 2 * (42 + 30),
+                                       30 * (2 * (40 + 35) + 4) + 9 * 2 * (70 + 30),
+                                       30 * 2 * (14 + 10) + 9 * 2 * (28 + 10)};
+    static const double dense_bytes[] = {9 * 2 * 60, 9 * 2 * 100, 9 * 2 * (40 + 10)};
+    static const double moe_kernels[] = {5 + 4, 5 + 4, 4 + 4}, dense_kernels[] = {3, 3, 4};
+    for (int pass = WORK_FORWARD; pass <= WORK_BACKWARD_WEIGHT; pass++)
+        for (int gradient = 2; gradient <= 4; gradient += 2) {
+            struct work moe = model_ffn_work(&m, 1, pass, load, gradient);
+            struct work dense = model_ffn_work(&m, 0, pass, load, gradient);
+            assert_products(&moe, pass, gradient, moe_products, 4);
+            assert_products(&dense, pass, gradient, dense_products, 2);
+            assert_true(work_flops(&moe, UNIT_EXPERTS) == 32 * 3 * 2.0 * 10 * 7);
+            assert_true(work_flops(&moe, UNIT_DENSE) == 9 * 3 * 2.0 * 10 * 14);
+            assert_true(moe.core_flops == 0 && dense.core_flops == 0);
+            assert_true(moe.bytes == moe_bytes[pass] && dense.bytes == dense_bytes[pass]);
+            assert_true(moe.kernels == moe_kernels[pass] && dense.kernels == dense_kernels[pass]);
+        }
     m.moe.shared_experts = 0;
     m.moe.bias = false;
-    /* two sorts 2 × (10 in, 10 out), SwiGLU 14 in 7 out; the router's weight in FP32 */
-    assert_true(model_ffn_work(&m, 1, WORK_FORWARD, 30, 10, 4).bytes == 30 * (2 * (40 + 21) + 4));
-    assert_true(model_ffn_work(&m, 1, WORK_BACKWARD_INPUT, 30, 10, 4).bytes == 30 * (2 * (40 + 35) + 4));
-    assert_true(model_ffn_work(&m, 1, WORK_BACKWARD_WEIGHT, 30, 10, 4).bytes == 0);
-    struct work none = model_ffn_work(&m, 1, WORK_FORWARD, 0, 10, 0);
-    assert_true(none.grouped_flops == 0 && none.bytes == 0 && none.kernels == 0);
+    assert_true(model_ffn_work(&m, 1, WORK_FORWARD, load, 4).kernels == 5);
+    assert_true(model_ffn_work(&m, 1, WORK_FORWARD, load, 4).bytes == 30 * (2 * (40 + 21) + 4));
+    assert_true(model_ffn_work(&m, 1, WORK_BACKWARD_WEIGHT, load, 4).bytes == 0);
+    assert_true(model_ffn_work(&m, 1, WORK_BACKWARD_WEIGHT, load, 4).kernels == 2);
+    struct work none = model_ffn_work(&m, 1, WORK_FORWARD, (struct ffn_load){.tokens = 10}, 4);
+    assert_true(none.product_count == 0 && none.bytes == 0 && none.kernels == 0);
+}
+
+/* Qwen3, 4096 tokens a GPU: over 1 or 16 GPUs each has as many copies, but 128 or 8 experts for them. */
+static void few_rows_wait_for_memory(void **state) {
+    struct bench *bench = *state;
+    struct model m = load(bench, "experiments/models/qwen3-235b-paper.json");
+    const double flops_rate = 700e12, hbm = 2.68e12;
+    double seconds[3][2] = {{0}}, ratio = 0;
+    for (int pass = WORK_FORWARD; pass <= WORK_BACKWARD_WEIGHT; pass++)
+        for (int spread = 0; spread < 2; spread++) {
+            struct ffn_load load = {4096 * 8, 4096 * 8, spread ? 8 : 128, 4096};
+            struct work work = model_ffn_work(&m, 0, pass, load, 4);
+            double flops = work_flops(&work, UNIT_EXPERTS) / flops_rate, bytes = 0;
+            for (int i = 0; i < work.product_count; i++) {
+                bytes += work.products[i].bytes / hbm;
+                seconds[pass][spread] +=
+                    fmax(work.products[i].flops / flops_rate, work.products[i].bytes / hbm);
+            }
+            if (spread) assert_true(bytes < flops);
+            if (pass == WORK_BACKWARD_WEIGHT && !spread) ratio = bytes / flops;
+        }
+    assert_true(ratio > 4 && ratio < 5); /* FP32 gradients of 128 experts, read and written */
+    assert_true(seconds[WORK_BACKWARD_WEIGHT][0] > 4 * seconds[WORK_BACKWARD_WEIGHT][1]);
+    assert_true(seconds[WORK_FORWARD][0] > 1.1 * seconds[WORK_FORWARD][1]);
 }
 
 static void work_is_linear(void **state) {
     (void)state;
     struct model m = everything();
-    struct work one = model_attention_work(&m, 1, WORK_FORWARD, 1, 9);
-    struct work three = model_attention_work(&m, 1, WORK_FORWARD, 3, 9);
-    struct work sum = work_add(one, work_add(one, one));
-    assert_true(sum.gemm_flops == three.gemm_flops && sum.core_flops == three.core_flops);
-    assert_true(sum.bytes == three.bytes && sum.kernels == 3 * one.kernels && three.kernels == one.kernels);
+    struct work one = model_attention_work(&m, 1, WORK_FORWARD, (struct tokens){1, 9, 1}, 4);
+    struct work three = model_attention_work(&m, 1, WORK_FORWARD, (struct tokens){3, 9, 1}, 4);
+    struct work sum = work_add(one, one);
+    assert_true(2 * one.product_count <= MAX_PRODUCTS && sum.product_count == 2 * one.product_count);
+    assert_true(work_flops(&sum, UNIT_DENSE) == 2 * work_flops(&one, UNIT_DENSE));
+    assert_true(work_flops(&three, UNIT_DENSE) == 3 * work_flops(&one, UNIT_DENSE));
+    assert_true(sum.core_flops == 2 * one.core_flops && three.core_flops == 3 * one.core_flops);
+    assert_true(sum.bytes == 2 * one.bytes && three.bytes == 3 * one.bytes);
+    assert_true(sum.kernels == 2 * one.kernels && three.kernels == one.kernels);
+    /* Of a product's operands the matrices do not grow with the tokens. */
+    assert_true(three.products[0].bytes < 3 * one.products[0].bytes);
+    for (int i = 0; i < sum.product_count; i++)
+        assert_true(sum.products[i].bytes == one.products[i % one.product_count].bytes);
 }
 
 static void embedding_and_head(void **state) {
     (void)state;
     struct model m = everything();
-    assert_true(model_embed_work(&m, WORK_FORWARD, 7).bytes == 7 * 10 * 4);
+    struct work forward = model_embed_work(&m, WORK_FORWARD, 7);
+    struct work weight = model_embed_work(&m, WORK_BACKWARD_WEIGHT, 7);
+    assert_true(forward.bytes == 7 * 10 * 4 && forward.kernels == 1 && forward.product_count == 0);
     assert_true(model_embed_work(&m, WORK_BACKWARD_INPUT, 7).kernels == 0);
-    assert_true(model_embed_work(&m, WORK_BACKWARD_WEIGHT, 7).bytes == 7 * 10 * (2 + 8));
+    assert_true(weight.bytes == 7 * 10 * (2 + 8) && weight.kernels == 1 && weight.product_count == 0);
+    const struct expected_product product = {UNIT_HEAD, 7, 10, 100, 1};
+    /* norm and logits, in and out; softmax in place, norm's x, dy in, dx out */
+    static const double bytes[] = {7 * 2 * (2 * 10 + 2 * 100), 7 * 2 * (2 * 100 + 3 * 10), 0};
+    static const double kernels[] = {3, 3, 1};
     for (int pass = WORK_FORWARD; pass <= WORK_BACKWARD_WEIGHT; pass++)
-        assert_true(model_head_work(&m, pass, 7).gemm_flops == 2.0 * 10 * 100 * 7);
-    assert_true(model_head_work(&m, WORK_FORWARD, 7).bytes == 7 * (4 * 100 + 4 * 10));
+        for (int gradient = 2; gradient <= 4; gradient += 2) {
+            struct work work = model_head_work(&m, pass, 7, gradient);
+            assert_products(&work, pass, gradient, &product, 1);
+            assert_true(work.bytes == bytes[pass] && work.kernels == kernels[pass] && work.core_flops == 0);
+        }
 }
 
 static void step_flops_by_loops(void **state) {
@@ -424,7 +650,7 @@ static void step_flops_by_loops(void **state) {
     struct model m = everything();
     double forward = 0;
     for (int layer = 0; layer < 3; layer++) {
-        forward += count_core_flops(&m, layer, 11) + 11 * count_gemm_flops(&m, layer);
+        forward += count_core_flops(&m, layer, 11, 1) + 11 * count_dense_flops(&m, layer);
         int wide = layer == 0 ? 20 : 3 * 7 + 2 * 7; /* hidden units that a token meets */
         for (int unit = 0; unit < wide; unit++) forward += 11 * 3 * 2.0 * 10;
     }
@@ -441,33 +667,96 @@ static void step_flops_by_loops(void **state) {
 static void activations_by_hand(void **state) {
     (void)state;
     struct model m = everything();
-    double kept = 2 * (24 + 12 + 12) + 2 * 24 + 4 * 4 + 2 * 10 + 2 * (24 + 12), norms = 2 * 2 * 10,
-           gate = 4 * 8 + 8 * 3;
-    assert_true(model_attention_activation_bytes(&m, 1, RECOMPUTE_NONE) == kept + norms + gate);
-    assert_true(model_attention_activation_bytes(&m, 1, RECOMPUTE_SELECTIVE) == kept + gate);
-    assert_true(model_attention_activation_bytes(&m, 0, RECOMPUTE_NONE) == kept + norms / 2);
-    assert_true(model_attention_activation_bytes(&m, 1, RECOMPUTE_FULL) == 0);
+    double core = 2 * 24 + 4 * 4, sent = 2 * 10;           /* output and log-sum-exp; what is dispatched */
+    double projected = 2 * (24 + 12 + 12) + 2 * (24 + 12); /* q, k, v; q and k ahead of their norm */
+    double gate = 4 * 8 + 8 * 3, norm = 2 * 10;
+    for (int layer = 0; layer < 2; layer++) {
+        double always = core + sent + layer * gate;
+        /* The dense layer's second norm belongs to its feed-forward part. */
+        const double kept[] = {[ATTENTION_NONE] = always + projected + (layer ? 2 : 1) * norm,
+                               [ATTENTION_NORMS] = always + projected,
+                               [ATTENTION_PROJECTIONS] = always,
+                               [ATTENTION_FULL] = 0};
+        for (int level = ATTENTION_NONE; level <= ATTENTION_FULL; level++)
+            assert_true(model_attention_activation_bytes(&m, layer, level) == kept[level]);
+    }
     m.attention.qk_norm = false;
-    assert_true(model_attention_activation_bytes(&m, 0, RECOMPUTE_SELECTIVE) == kept - 72);
-    static const double share[] = {[RECOMPUTE_NONE] = 6, [RECOMPUTE_SELECTIVE] = 4, [RECOMPUTE_FULL] = 0};
-    for (int level = RECOMPUTE_NONE; level <= RECOMPUTE_FULL; level++) {
+    assert_true(model_attention_activation_bytes(&m, 0, ATTENTION_NORMS) == core + sent + projected - 72);
+    m.moe.router = ROUTER_NOISY_TOPK;
+    assert_true(model_attention_activation_bytes(&m, 1, ATTENTION_PROJECTIONS) == core + sent + gate + 4 * 8);
+    m = everything();
+    static const double share[] = {[FFN_NONE] = 6, [FFN_ACTIVATION] = 4, [FFN_FULL] = 0};
+    for (int level = FFN_NONE; level <= FFN_FULL; level++) {
         assert_true(model_expert_activation_bytes(&m, 1, level) == share[level] * 7);
         assert_true(model_expert_activation_bytes(&m, 0, level) == 0);
         assert_true(model_shared_activation_bytes(&m, 1, level) == share[level] * 14);
-        assert_true(model_shared_activation_bytes(&m, 0, level) == share[level] * 20);
+        /* and the norm's output, the dense feed-forward's input */
+        assert_true(model_shared_activation_bytes(&m, 0, level) ==
+                    share[level] * 20 + (level == FFN_NONE ? norm : 0));
     }
-    assert_true(model_hidden_bytes(&m) == 20);
-    struct model wide = m; /* FP32: twice what is BF16 here, and the same of what is FP32 anyway */
-    wide.dtype = DTYPE_FP32;
-    assert_true(model_hidden_bytes(&wide) == 40 &&
-                model_expert_activation_bytes(&wide, 1, RECOMPUTE_NONE) == 84);
-    assert_true(model_attention_activation_bytes(&wide, 1, RECOMPUTE_NONE) ==
-                2 * (kept - 72 - 16 + norms) + 16 + gate);
-    wide.dtype = DTYPE_FP64;
-    assert_true(model_hidden_bytes(&wide) == 80);
-    assert_true(model_attention_selective_work(&m, 5).bytes == 5 * 2 * 2 * 2 * 10);
-    assert_true(model_ffn_selective_work(&m, 1, 15, 5).bytes == 15 * (2 * 21 + 4) + 5 * 2 * 42);
-    assert_true(model_ffn_selective_work(&m, 0, 5, 5).bytes == 5 * 2 * 60);
+    assert_true(model_hidden_bytes(&m) == 20 && model_key_value_bytes(&m) == 2 * (12 + 12));
+}
+
+/* FP32: twice what is BF16 here, and the same of what is FP32 anyway; FP64: twice as much again, but for the
+   experts' numbers. */
+static void activations_of_wider_models(void **state) {
+    (void)state;
+    struct model m = everything();
+    double narrow = 2 * 24 + 2 * 10 + 2 * (24 + 12 + 12) + 2 * (24 + 12) + 2 * 2 * 10;
+    double wide = 4 * 4 + 4 * 8 + 4 * 3, numbers = 4 * 3;
+    assert_true(model_attention_activation_bytes(&m, 1, ATTENTION_NONE) == narrow + wide + numbers);
+    m.dtype = DTYPE_FP32;
+    assert_true(model_element_bytes(&m) == 4 && model_wide_bytes(&m) == 4);
+    assert_true(model_hidden_bytes(&m) == 40 && model_key_value_bytes(&m) == 96);
+    assert_true(model_expert_activation_bytes(&m, 1, FFN_NONE) == 84);
+    assert_true(model_attention_activation_bytes(&m, 1, ATTENTION_NONE) == 2 * narrow + wide + numbers);
+    m.dtype = DTYPE_FP64;
+    assert_true(model_element_bytes(&m) == 8 && model_wide_bytes(&m) == 8);
+    assert_true(model_hidden_bytes(&m) == 80);
+    assert_true(model_attention_activation_bytes(&m, 1, ATTENTION_NONE) == 4 * narrow + 2 * wide + numbers);
+}
+
+/* What is done again: never more than forward, all of it at the highest level. */
+static void work_again_by_hand(void **state) {
+    (void)state;
+    struct model m = everything();
+    const struct tokens tokens = {2, 12, 3}; /* 8 tokens here */
+    const struct ffn_load load = {.copies = 30, .rows = 32, .experts = 4, .tokens = 9};
+    for (int layer = 0; layer < 2; layer++) {
+        struct work none = model_attention_again_work(&m, layer, ATTENTION_NONE, tokens);
+        assert_true(none.product_count == 0 && none.bytes == 0 && none.kernels == 0 && none.core_flops == 0);
+        struct work norms = model_attention_again_work(&m, layer, ATTENTION_NORMS, tokens);
+        assert_true(norms.product_count == 0 && norms.core_flops == 0);
+        assert_true(norms.bytes == 8 * 2 * 20 * (1 + layer) && norms.kernels == 1 + layer);
+        struct work projections = model_attention_again_work(&m, layer, ATTENTION_PROJECTIONS, tokens);
+        const struct expected_product qkv = {UNIT_DENSE, 8, 10, 48, 1};
+        assert_products(&projections, WORK_FORWARD, 4, &qkv, 1);
+        assert_true(projections.bytes == norms.bytes + 8 * 2 * (72 + 72)); /* QK-norm, RoPE */
+        assert_true(projections.kernels == norms.kernels + 3 && projections.core_flops == 0);
+        struct work full = model_attention_again_work(&m, layer, ATTENTION_FULL, tokens);
+        const struct expected_product all[] = {qkv, {UNIT_DENSE, 8, 24, 10, 1}, {UNIT_DENSE, 8, 10, 8, 1}};
+        assert_products(&full, WORK_FORWARD, 4, all, 2 + layer);
+        assert_close(full.core_flops, 2 * count_core_flops(&m, layer, 12, 3), 1e-14);
+        assert_true(full.kernels == 9 + 3 * layer && full.bytes > projections.bytes);
+
+        none = model_ffn_again_work(&m, layer, FFN_NONE, load);
+        assert_true(none.product_count == 0 && none.bytes == 0 && none.kernels == 0);
+    }
+    struct work dense = model_ffn_again_work(&m, 0, FFN_ACTIVATION, load);
+    assert_true(dense.bytes == 9 * 2 * (20 + 60) && dense.kernels == 2 && dense.product_count == 0);
+    struct work moe = model_ffn_again_work(&m, 1, FFN_ACTIVATION, load);
+    assert_true(moe.bytes == 30 * (2 * 21 + 4) + 9 * 2 * 42 && moe.kernels == 2 && moe.product_count == 0);
+    /* Up to the activation's output, which is all that backward needs. */
+    const struct expected_product gate_up[] = {{UNIT_EXPERTS, 32, 10, 14, 4}, {UNIT_DENSE, 9, 10, 28, 1}},
+                                  wide = {UNIT_DENSE, 9, 10, 40, 1};
+    dense = model_ffn_again_work(&m, 0, FFN_FULL, load);
+    assert_products(&dense, WORK_FORWARD, 4, &wide, 1);
+    assert_true(dense.bytes == 9 * 2 * (20 + 60) && dense.kernels == 3);
+    moe = model_ffn_again_work(&m, 1, FFN_FULL, load);
+    assert_products(&moe, WORK_FORWARD, 4, gate_up, 2);
+    assert_true(moe.bytes == 30 * (2 * (20 + 21) + 4) + 9 * 2 * 42 && moe.kernels == 3 + 2);
+    m.attention.qk_norm = false;
+    assert_true(model_attention_again_work(&m, 1, ATTENTION_PROJECTIONS, tokens).kernels == 4);
 }
 
 /* ---- import ------------------------------------------------------------------------------------------ */
@@ -850,9 +1139,11 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         TEST(left_out_means_plain),
         TEST(all_that_is_wrong_is_told_at_once),
+        TEST(limits_are_told),
         TEST(the_same_error_fails_twice),
         TEST(parts_must_be_objects),
         TEST(written_models_read_back),
+        TEST(nothing_is_lost_in_writing),
         TEST(paper_models_are_the_table),
         TEST(mutated_manifests_never_crash),
         TEST(sizes_are_as_published),
@@ -861,11 +1152,15 @@ int main(void) {
         TEST(attention_work_by_loops),
         TEST(full_attention_is_half_a_square),
         TEST(attention_bytes_by_hand),
+        TEST(attention_bytes_with_everything),
         TEST(ffn_work_by_hand),
+        TEST(few_rows_wait_for_memory),
         TEST(work_is_linear),
         TEST(embedding_and_head),
         TEST(step_flops_by_loops),
         TEST(activations_by_hand),
+        TEST(activations_of_wider_models),
+        TEST(work_again_by_hand),
         TEST(imports_equal_the_released_manifests),
         TEST(mixtral_is_imported),
         TEST(balance_loss_is_rescaled),

@@ -12,7 +12,9 @@ repository's root, whose experiments are read.
 #include <stdint.h>
 #include <cmocka.h>
 
+#include "baselines/baselines.h"
 #include "plan/plan.h"
+#include "sim/sim.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -128,6 +130,15 @@ static void assert_good(const struct reading *reading) {
     if (!reading->good) fail_msg("unexpected: %s", reading->errors.messages[0]);
 }
 
+static void assert_order(struct order found, int wave, int waves_in_flight, int prefer, int patient,
+                         int justified) {
+    assert_int_equal(found.wave, wave);
+    assert_int_equal(found.waves_in_flight, waves_in_flight);
+    assert_int_equal(found.prefer, prefer);
+    assert_int_equal(found.patient, patient);
+    assert_int_equal(found.justified, justified);
+}
+
 /* ---- what is wrong is named -------------------------------------------------------------------------- */
 
 /* The key that is named, what was found and what is allowed. */
@@ -158,7 +169,6 @@ static const struct mistake mistakes[] = {
     {{"model.moe.top_k", NULL}, "model.moe.top_k", "missing"},
     {{"cluster.rates.gemm", NULL}, "cluster.rates.gemm", "missing"},
     {{"cluster.rates.hbm.source", NULL}, "cluster.rates.hbm.source", "missing"},
-    {{"order", "{\"wave\":4}"}, "order.waves_in_flight", "missing"},
     /* wrong types */
     {{"seq_len", "\"4K\""}, "seq_len", "found \"4K\""},
     {{"seq_len", "4096.5"}, "seq_len", "a whole number"},
@@ -276,6 +286,78 @@ static void test_mistakes(void **state) {
     }
 }
 
+/* The one message that a change brings, whole. */
+static void test_messages(void **state) {
+    (void)state;
+    static const struct {
+        const char *path, *value, *message;
+    } cases[] = {
+        {"parallel", "{\"cp\":0}", "parallel.cp: found 0; allowed: a whole number from 1 to 1048576"},
+        {"parallel", "{\"cp\":2.5}", "parallel.cp: found 2.5; allowed: a whole number from 1 to 1048576"},
+        {"parallel", "{\"cp\":\"many\"}",
+         "parallel.cp: found \"many\"; allowed: a whole number from 1 to 1048576"},
+        {"parallel", "{\"attn_nics\":0}",
+         "parallel.attn_nics: found 0; allowed: a whole number from 1 to 1048576"},
+        {"parallel", "{\"ffn_nics\":-1}",
+         "parallel.ffn_nics: found -1; allowed: a whole number from 1 to 1048576"},
+        {"parallel", "{\"ffn_nics\":1048577}",
+         "parallel.ffn_nics: found 1048577; allowed: a whole number from 1 to 1048576"},
+        {"parallel", "{\"attn_nic\":1}", "parallel.attn_nic: unknown key; did you mean \"attn_nics\"?"},
+        {"memory", "{\"recompute\":\"some\"}",
+         "memory.recompute: found \"some\"; must be one of auto|none|selective|full, or an object of "
+         "attention, ffn and layers"},
+        {"memory", "{\"recompute\":1}",
+         "memory.recompute: found 1; must be one of auto|none|selective|full, or an object of attention, ffn "
+         "and layers"},
+        {"memory", "{\"recompute\":null}",
+         "memory.recompute: found null; must be one of auto|none|selective|full, or an object of attention, "
+         "ffn and layers"},
+        {"memory", "{\"recompute\":{\"attention\":\"half\"}}",
+         "memory.recompute.attention: found \"half\"; allowed: \"none\", \"norms\", \"projections\" or "
+         "\"full\""},
+        {"memory", "{\"recompute\":{\"attention\":\"activation\"}}",
+         "memory.recompute.attention: found \"activation\"; allowed: \"none\", \"norms\", "
+         "\"projections\" or \"full\""},
+        {"memory", "{\"recompute\":{\"ffn\":\"norms\"}}",
+         "memory.recompute.ffn: found \"norms\"; allowed: \"none\", \"activation\" or \"full\""},
+        {"memory", "{\"recompute\":{\"layers\":0}}",
+         "memory.recompute.layers: found 0; allowed: a whole number from 1 to 1048576"},
+        {"memory", "{\"recompute\":{\"layer\":1}}",
+         "memory.recompute.layer: unknown key; did you mean \"layers\"?"},
+        {"memory", "{\"recompute\":{\"router\":\"full\"}}",
+         "memory.recompute.router: unknown key; allowed: attention, ffn, layers"},
+        {"memory", "{\"zero\":4}", "memory.zero: found 4; allowed: a whole number from 0 to 3"},
+        {"memory", "{\"offload\":\"yes\"}", "memory.offload: found \"yes\"; allowed: true or false"},
+        {"head", "\"first-ffn\"", "head: found \"first-ffn\"; allowed: \"last-ffn\" or \"all-ffn\""},
+        {"head", "\"auto\"", "head: found \"auto\"; allowed: \"last-ffn\" or \"all-ffn\""},
+        {"head", "1", "head: found 1; allowed: \"last-ffn\" or \"all-ffn\""},
+        {"order", "{\"patient\":1}", "order.patient: found 1; allowed: true or false"},
+        {"order", "{\"justified\":\"no\"}", "order.justified: found \"no\"; allowed: true or false"},
+        {"order", "{\"prefer\":\"me\"}",
+         "order.prefer: found \"me\"; allowed: \"backward\", \"forward\" or \"wave\""},
+        {"order", "{\"waves\":1}", "order.waves: unknown key; did you mean \"wave\"?"},
+        {"per_system", "{\"megatron\":{\"parallel.cp\":0}}",
+         "per_system.megatron.parallel.cp: found 0; allowed: a whole number from 1 to 1048576"},
+        {"per_system", "{\"disagmoe\":{\"head\":\"none\"}}",
+         "per_system.disagmoe.head: found \"none\"; allowed: \"last-ffn\" or \"all-ffn\""},
+        {"per_system", "{\"disagmoe\":{\"memory\":{\"recompute\":{\"ffn\":3}}}}",
+         "per_system.disagmoe.memory.recompute.ffn: found 3; allowed: \"none\", \"activation\" or \"full\""},
+        {"per_system", "{\"megatron\":{\"order.patient\":7}}",
+         "per_system.megatron.order.patient: found 7; allowed: true or false"},
+        {"sweep", "{\"memory.recompute\":[\"none\",\"most\"]}",
+         "memory.recompute: found \"most\"; must be one of auto|none|selective|full, or an object of "
+         "attention, ffn and layers"},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        struct reading reading = read_with(cases[i].path, cases[i].value);
+        char message[512];
+        snprintf(message, sizeof message, HERE ": %s", cases[i].message);
+        assert_int_equal(reading.errors.count, 1);
+        assert_string_equal(reading.errors.messages[0], message);
+        reading_free(&reading);
+    }
+}
+
 static void test_all_at_once(void **state) {
     (void)state;
     static const struct change changes[] = {
@@ -289,8 +371,8 @@ static void test_all_at_once(void **state) {
         ": seq_len: ",       ": micro_batch_size: ", ": unheard: ",
         ": model.layers: ",  ": model.moe.top_k: ",  ": model.attention.kv_heads: ",
         ": cluster.nodes: ", ": memory.zero: ",      ": memory.grads: ",
-        ": parallel.pp: ",   ": order.wave: ",       ": order.waves_in_flight: ",
-        ": costs.p2p_s: ",   ": placement: ",        ": systems[0]: "};
+        ": parallel.pp: ",   ": order.wave: ",       ": costs.p2p_s: ",
+        ": placement: ",     ": systems[0]: "};
     struct reading reading = read_changed(changes, COUNT(changes));
     for (size_t i = 0; i < COUNT(named); i++) assert_says(&reading.errors, named[i]);
     reading_free(&reading);
@@ -301,12 +383,48 @@ static void test_all_at_once(void **state) {
     reading_free(&reading);
 }
 
+/* The largest values are taken, and none above them. */
+static void test_limits(void **state) {
+    (void)state;
+    static const struct {
+        const char *path;
+        int least, most;
+    } cases[] = {{"seq_len", 1, 1 << 24},
+                 {"micro_batch_size", 1, 1 << 16},
+                 {"global_batch", 1, 1 << 24},
+                 {"seed", 0, 2147483647}};
+    for (size_t i = 0; i < COUNT(cases); i++)
+        for (int k = 0; k < 4; k++) {
+            char value[32], message[128];
+            double number = k < 2 ? cases[i].least - k : (double)cases[i].most + k - 2;
+            snprintf(value, sizeof value, "%.0f", number);
+            snprintf(message, sizeof message, ": %s: found %s; allowed: a whole number ", cases[i].path,
+                     value);
+            struct reading reading = read_with(cases[i].path, value);
+            bool allowed = k % 2 == 0;
+            assert_true(reading.good == allowed);
+            if (!allowed) assert_says(&reading.errors, message);
+            reading_free(&reading);
+        }
+    static const struct change many[] = {{"global_batch", NULL}, {"micro_batches", "1048576"}};
+    struct reading reading = read_changed(many, COUNT(many));
+    assert_good(&reading);
+    reading_free(&reading);
+}
+
 /* The same mistake at every point of a sweep is told once. */
 static void test_told_once(void **state) {
     (void)state;
     static const struct change changes[] = {{"seed", "-1"}, {"sweep", "{\"seq_len\":[1024,2048,4096]}"}};
     struct reading reading = read_changed(changes, 2);
     assert_int_equal(reading.errors.count, 1);
+    reading_free(&reading);
+    /* Nor again for a system that has its own of other keys. */
+    static const struct change own[] = {{"seq_len", "0"},
+                                        {"per_system", "{\"megatron\":{\"micro_batch_size\":2}}"}};
+    reading = read_changed(own, 2);
+    assert_int_equal(reading.errors.count, 1);
+    assert_says(&reading.errors, HERE ": seq_len: found 0");
     reading_free(&reading);
 }
 
@@ -328,54 +446,206 @@ static void test_defaults(void **state) {
     assert_int_equal(point->seed, 1);
     assert_int_equal(point->micro_batches, 0);
     assert_null(point->table);
-    assert_true(point->auto_memory && point->auto_order && point->auto_placement);
+    assert_true(!point->auto_memory && !point->auto_placement); /* said by nobody */
+    assert_true(!point->memory_given && !point->placement_given);
+    assert_int_equal(point->head, HEAD_LAST_FFN);
+    assert_order(point->order, 0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN);
+    const struct parallel open = {0};
+    assert_memory_equal(&point->parallel, &open, sizeof open);
     assert_string_equal(point->routing.text, "balanced");
     for (int i = 0; i < 64; i++) assert_near(point->routing.share[i], 1.0 / 64);
     reading_free(&reading);
 }
 
-/* Which parts a manifest leaves open. */
+/* Of the GPT-3 and DeepSeek papers' AdamW, and a rate that suits small models. */
+static void test_training_defaults(void **state) {
+    (void)state;
+    struct reading reading = read_text(SOUND);
+    assert_good(&reading);
+    const struct training *training = &reading.experiment.points[0].training;
+    assert_true(training->steps == 10 && training->warmup_steps == 10 && training->decay_steps == 0);
+    assert_true(!training->forced_routing && strcmp(training->data, "markov") == 0);
+    assert_true(training->learning_rate == 3e-3 && training->final_learning_rate == 3e-4);
+    assert_true(training->beta1 == 0.9 && training->beta2 == 0.95 && training->epsilon == 1e-8);
+    assert_true(training->weight_decay == 0.1 && training->clip == 1);
+    reading_free(&reading);
+    reading = read_with("train", "{\"data\":\"text.txt\",\"beta2\":0.5,\"steps\":3}");
+    assert_good(&reading);
+    training = &reading.experiment.points[0].training;
+    assert_string_equal(training->data, "experiments/text.txt"); /* beside the manifest */
+    assert_true(training->beta1 == 0.9 && training->beta2 == 0.5 && training->steps == 3);
+    reading_free(&reading);
+}
+
+/* Which parts a manifest gives, and which it says are "auto". */
 struct openness {
-    const char *parallel, *memory, *placement; /* NULL: not in the manifest */
-    bool open_memory, open_placement;
+    const char *memory, *placement; /* NULL: not in the manifest */
+    int memory_given;
+    bool auto_memory, placement_given, auto_placement;
 };
 
 static void test_auto(void **state) {
     (void)state;
     static const struct openness cases[] = {
-        {NULL, NULL, NULL, true, true},
-        {"\"auto\"", NULL, NULL, true, true},
-        {"{\"pp\":2}", NULL, NULL, false, false},
-        {"{\"pp\":2}", "\"auto\"", NULL, true, false},
-        {"{\"pp\":2}", NULL, "\"auto\"", false, true},
-        {"{\"pp\":2}", "{}", "\"mixed-nodes\"", false, false},
-        {NULL, "{}", NULL, false, true},
-        {"\"auto\"", "{\"zero\":1}", "\"split-nodes\"", false, false},
+        {NULL, NULL, 0, false, false, false},
+        {"\"auto\"", NULL, 0, true, false, false},
+        {NULL, "\"auto\"", 0, false, false, true},
+        {"{}", "\"mixed-nodes\"", 0, false, true, false},
+        {"{\"zero\":1}", "\"split-nodes\"", MEMORY_ZERO, false, true, false},
+        {"{\"recompute\":\"none\"}", NULL, MEMORY_RECOMPUTE, false, false, false},
+        {"{\"recompute\":{\"layers\":2}}", NULL, MEMORY_RECOMPUTE, false, false, false},
+        {"{\"expert_input\":\"keep\"}", NULL, MEMORY_EXPERT_INPUT, false, false, false},
+        {"{\"grads\":\"fp32\"}", NULL, MEMORY_GRADS, false, false, false},
+        {"{\"moments\":\"fp32\"}", NULL, MEMORY_MOMENTS, false, false, false},
+        {"{\"offload\":false}", NULL, MEMORY_OFFLOAD, false, false, false},
+        {"{\"recompute\":\"auto\",\"expert_input\":\"auto\",\"zero\":\"auto\",\"offload\":true}", NULL,
+         MEMORY_OFFLOAD, false, false, false},
+        {"{\"recompute\":\"full\",\"expert_input\":\"keep\",\"grads\":\"bf16\",\"moments\":\"bf16\","
+         "\"zero\":0,\"offload\":false}",
+         NULL, MEMORY_ALL, false, false, false},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++)
+        for (int whole = 0; whole < 2; whole++) { /* the layout does not matter here */
+            const struct change changes[] = {{"memory", cases[i].memory},
+                                             {"placement", cases[i].placement},
+                                             {"parallel", whole ? "{\"pp\":2,\"vpp\":1,\"ep\":2}" : NULL}};
+            struct reading reading = read_changed(changes, COUNT(changes));
+            assert_good(&reading);
+            const struct point *point = &reading.experiment.points[0];
+            if (point->memory_given != cases[i].memory_given || point->auto_memory != cases[i].auto_memory ||
+                point->placement_given != cases[i].placement_given ||
+                point->auto_placement != cases[i].auto_placement)
+                fail_msg("case %zu: memory %d %d, placement %d %d", i, point->memory_given,
+                         point->auto_memory, point->placement_given, point->auto_placement);
+            reading_free(&reading);
+        }
+}
+
+/* What is left out of the order, or is "auto", is open; the rest is as given. */
+static void test_order_in_part(void **state) {
+    (void)state;
+    static const struct {
+        const char *text; /* NULL: not in the manifest */
+        struct order order;
+    } cases[] = {
+        {NULL, {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
+        {"\"auto\"", {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
+        {"{}", {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
+        {"{\"wave\":5}", {5, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
+        {"{\"waves_in_flight\":3}", {0, 3, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
+        {"{\"prefer\":\"backward\"}", {0, 0, PREFER_BACKWARD, FLAG_OPEN, FLAG_OPEN}},
+        {"{\"prefer\":\"forward\",\"wave\":\"auto\"}", {0, 0, PREFER_FORWARD, FLAG_OPEN, FLAG_OPEN}},
+        {"{\"patient\":true}", {0, 0, PREFER_OPEN, 1, FLAG_OPEN}},
+        {"{\"patient\":false,\"justified\":\"auto\"}", {0, 0, PREFER_OPEN, 0, FLAG_OPEN}},
+        {"{\"justified\":true,\"patient\":\"auto\"}", {0, 0, PREFER_OPEN, FLAG_OPEN, 1}},
+        {"{\"justified\":false}", {0, 0, PREFER_OPEN, FLAG_OPEN, 0}},
+        {"{\"wave\":1048576,\"waves_in_flight\":1,\"prefer\":\"wave\",\"patient\":true,\"justified\":false}",
+         {1048576, 1, PREFER_WAVE, 1, 0}},
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
-        const struct change changes[] = {
-            {"parallel", cases[i].parallel}, {"memory", cases[i].memory}, {"placement", cases[i].placement}};
+        struct reading reading = read_with("order", cases[i].text);
+        assert_good(&reading);
+        struct order o = cases[i].order;
+        assert_order(reading.experiment.points[0].order, o.wave, o.waves_in_flight, o.prefer, o.patient,
+                     o.justified);
+        reading_free(&reading);
+    }
+}
+
+/* A word, or an object whose sides are none where they are left out. */
+static void test_recompute(void **state) {
+    (void)state;
+    static const struct {
+        const char *text;
+        struct recompute recompute;
+        const char *word; /* that says the same; NULL: none does */
+    } cases[] = {
+        {"\"none\"", {ATTENTION_NONE, FFN_NONE, 0}, "none"},
+        {"\"selective\"", {ATTENTION_NORMS, FFN_ACTIVATION, 0}, "selective"},
+        {"\"full\"", {ATTENTION_FULL, FFN_FULL, 0}, "full"},
+        {"{}", {ATTENTION_NONE, FFN_NONE, 0}, "none"},
+        {"{\"layers\":3}", {ATTENTION_NONE, FFN_NONE, 3}, "none"},
+        {"{\"attention\":\"norms\",\"ffn\":\"activation\"}",
+         {ATTENTION_NORMS, FFN_ACTIVATION, 0},
+         "selective"},
+        {"{\"attention\":\"norms\",\"ffn\":\"activation\",\"layers\":1}",
+         {ATTENTION_NORMS, FFN_ACTIVATION, 1},
+         NULL},
+        {"{\"attention\":\"full\",\"ffn\":\"full\"}", {ATTENTION_FULL, FFN_FULL, 0}, "full"},
+        {"{\"attention\":\"full\",\"ffn\":\"full\",\"layers\":2}", {ATTENTION_FULL, FFN_FULL, 2}, NULL},
+        {"{\"attention\":\"projections\"}", {ATTENTION_PROJECTIONS, FFN_NONE, 0}, NULL},
+        {"{\"attention\":\"norms\"}", {ATTENTION_NORMS, FFN_NONE, 0}, NULL},
+        {"{\"attention\":\"full\"}", {ATTENTION_FULL, FFN_NONE, 0}, NULL},
+        {"{\"ffn\":\"activation\",\"layers\":7}", {ATTENTION_NONE, FFN_ACTIVATION, 7}, NULL},
+        {"{\"ffn\":\"full\",\"attention\":\"none\"}", {ATTENTION_NONE, FFN_FULL, 0}, NULL},
+        {"{\"ffn\":\"full\",\"attention\":\"projections\",\"layers\":94}",
+         {ATTENTION_PROJECTIONS, FFN_FULL, 94},
+         NULL},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        const struct change changes[] = {{"memory", "{}"}, {"memory.recompute", cases[i].text}};
         struct reading reading = read_changed(changes, COUNT(changes));
         assert_good(&reading);
-        const struct point *point = &reading.experiment.points[0];
-        if (point->auto_memory != cases[i].open_memory || point->auto_placement != cases[i].open_placement)
-            fail_msg("case %zu: memory %d, placement %d", i, point->auto_memory, point->auto_placement);
-        assert_true(point->auto_order);
+        struct recompute found = reading.experiment.points[0].memory.recompute, e = cases[i].recompute;
+        if (found.attention != e.attention || found.ffn != e.ffn || found.layers != e.layers)
+            fail_msg("%s: %d %d %d", cases[i].text, found.attention, found.ffn, found.layers);
+        const char *word = recompute_word(found);
+        if (!cases[i].word) assert_null(word);
+        if (cases[i].word) assert_string_equal(word, cases[i].word);
+        reading_free(&reading);
+    }
+}
+
+/* The lowest layers of a stage or group recompute, the rest keep all. */
+static void test_recompute_by_layer(void **state) {
+    (void)state;
+    struct plan plan = {.memory.recompute = {ATTENTION_PROJECTIONS, FFN_FULL, 3}};
+    for (int all = 0; all < 2; all++, plan.memory.recompute.layers = 0)
+        for (int index = 0; index < 6; index++) {
+            struct recompute found = plan_recompute(&plan, index);
+            bool recomputes = all || index < 3;
+            assert_int_equal(found.attention, recomputes ? ATTENTION_PROJECTIONS : ATTENTION_NONE);
+            assert_int_equal(found.ffn, recomputes ? FFN_FULL : FFN_NONE);
+        }
+}
+
+static void test_head(void **state) {
+    (void)state;
+    static const struct {
+        const char *text;
+        int head;
+    } cases[] = {{NULL, HEAD_LAST_FFN}, {"\"last-ffn\"", HEAD_LAST_FFN}, {"\"all-ffn\"", HEAD_ALL_FFN}};
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        struct reading reading = read_with("head", cases[i].text);
+        assert_good(&reading);
+        assert_int_equal(reading.experiment.points[0].head, cases[i].head);
         reading_free(&reading);
     }
 }
 
 static void test_parallel_in_part(void **state) {
     (void)state;
-    struct reading reading = read_with("parallel", "{\"ep\":16,\"pp\":\"auto\",\"groups\":4}");
-    assert_good(&reading);
-    const struct point *point = &reading.experiment.points[0];
-    assert_int_equal(point->parallel.ep, 16);
-    assert_int_equal(point->parallel.pp, 0);
-    assert_int_equal(point->parallel.vpp, 0);
-    assert_int_equal(point->parallel.groups, 4);
-    assert_int_equal(point->parallel.attn_gpus, 0);
-    reading_free(&reading);
+    static const struct {
+        const char *text;
+        struct parallel parallel;
+    } cases[] = {
+        {"{\"ep\":16,\"pp\":\"auto\",\"groups\":4}", {.ep = 16, .groups = 4}},
+        {"{\"cp\":4}", {.cp = 4}},
+        {"{\"cp\":\"auto\",\"vpp\":3,\"pp\":2}", {.pp = 2, .vpp = 3}},
+        {"{\"attn_gpus\":5,\"ffn_gpus\":\"auto\"}", {.attn_gpus = 5}},
+        {"{\"ffn_gpus\":7,\"attn_nics\":9,\"ffn_nics\":\"auto\"}", {.ffn_gpus = 7, .attn_nics = 9}},
+        {"{\"ffn_nics\":1048576,\"attn_nics\":1}", {.attn_nics = 1, .ffn_nics = 1048576}},
+        {"{\"pp\":1,\"vpp\":2,\"ep\":3,\"groups\":4,\"attn_gpus\":5,\"ffn_gpus\":6,\"cp\":7,\"attn_nics\":8,"
+         "\"ffn_nics\":9}",
+         {1, 2, 3, 4, 5, 6, 7, 8, 9}},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        struct reading reading = read_with("parallel", cases[i].text);
+        assert_good(&reading);
+        assert_memory_equal(&reading.experiment.points[0].parallel, &cases[i].parallel,
+                            sizeof cases[i].parallel);
+        reading_free(&reading);
+    }
 }
 
 static void test_given_parts(void **state) {
@@ -391,15 +661,15 @@ static void test_given_parts(void **state) {
     struct reading reading = read_changed(changes, COUNT(changes));
     assert_good(&reading);
     const struct point *point = &reading.experiment.points[0];
-    assert_int_equal(point->memory.recompute, RECOMPUTE_FULL);
+    assert_int_equal(point->memory.recompute.attention, ATTENTION_FULL);
+    assert_int_equal(point->memory.recompute.ffn, FFN_FULL);
     assert_int_equal(point->memory.expert_input, INPUT_RESEND);
     assert_int_equal(point->memory.grads, PRECISION_BF16);
     assert_int_equal(point->memory.moments, PRECISION_BF16);
     assert_int_equal(point->memory.zero, 1);
-    assert_true(point->memory.offload && !point->auto_memory && !point->auto_order && !point->auto_placement);
-    assert_int_equal(point->order.wave, 16);
-    assert_int_equal(point->order.waves_in_flight, 2);
-    assert_int_equal(point->order.prefer, PREFER_WAVE);
+    assert_true(point->memory.offload && !point->auto_memory && !point->auto_placement);
+    assert_int_equal(point->memory_given, MEMORY_ALL);
+    assert_order(point->order, 16, 2, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN);
     assert_int_equal(point->placement, PLACEMENT_MIXED);
     assert_non_null(point->table);
     assert_true(point->table->attn_fwd_s == 0.5 && point->table->optimizer_s == 2);
@@ -409,7 +679,7 @@ static void test_given_parts(void **state) {
     reading = read_with("costs", "null"); /* as if it were not there */
     assert_good(&reading);
     assert_null(reading.experiment.points[0].table);
-    assert_true(reading.experiment.points[0].auto_memory);
+    assert_int_equal(reading.experiment.points[0].memory_given, 0);
     reading_free(&reading);
 }
 
@@ -454,7 +724,7 @@ static void test_sweep_of_parts(void **state) {
     assert_int_equal(last->model->layers, 4);
     assert_int_equal(last->parallel.ep, 2);
     assert_int_equal(last->parallel.pp, 2);
-    assert_true(reading.experiment.points[0].auto_order);
+    assert_order(reading.experiment.points[0].order, 0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN);
     reading_free(&reading);
 }
 
@@ -661,6 +931,40 @@ static void test_per_system(void **state) {
     reading_free(&reading);
 }
 
+/* Every key that shapes a plan may differ between the systems of a point. */
+static void test_per_system_choices(void **state) {
+    (void)state;
+    static const struct change changes[] = {
+        {"parallel", "{\"ep\":4,\"cp\":2}"},
+        {"memory", "{\"recompute\":\"selective\",\"zero\":1}"},
+        {"order", "{\"wave\":3}"},
+        {"head", "\"all-ffn\""},
+        {"per_system",
+         "{\"megatron\":{\"parallel.cp\":4,\"memory.recompute\":{\"attention\":\"projections\",\"layers\":2},"
+         "\"cluster.rates.head_gemm.value\":5e14},"
+         "\"disagmoe\":{\"parallel\":{\"attn_nics\":6},\"order\":{\"patient\":true,\"justified\":false},"
+         "\"head\":\"last-ffn\",\"memory\":\"auto\",\"placement\":\"mixed-nodes\"}}"}};
+    struct reading reading = read_changed(changes, COUNT(changes));
+    assert_good(&reading);
+    const struct point *common = &reading.experiment.points[0];
+    const struct point *m = common->variants[0], *d = common->variants[1];
+    assert_true(common->parallel.cp == 2 && common->head == HEAD_ALL_FFN && common->memory.zero == 1);
+    assert_true(common->cluster->rates[RATE_HEAD_GEMM] == 600e12);
+    assert_true(m->parallel.cp == 4 && m->parallel.ep == 4 && m->head == HEAD_ALL_FFN);
+    assert_true(m->memory.recompute.attention == ATTENTION_PROJECTIONS && m->memory.recompute.layers == 2);
+    assert_true(m->memory.recompute.ffn == FFN_NONE && m->memory.zero == 1 && !m->placement_given);
+    assert_int_equal(m->memory_given, MEMORY_RECOMPUTE | MEMORY_ZERO);
+    assert_true(m->cluster->rates[RATE_HEAD_GEMM] == 5e14);
+    assert_order(m->order, 3, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN);
+    /* An object stands for the whole of what it replaces. */
+    assert_true(d->parallel.attn_nics == 6 && d->parallel.cp == 0 && d->parallel.ep == 0);
+    assert_order(d->order, 0, 0, PREFER_OPEN, 1, 0);
+    assert_true(d->head == HEAD_LAST_FFN && d->auto_memory && d->memory_given == 0);
+    assert_true(d->placement_given && d->placement == PLACEMENT_MIXED);
+    assert_true(d->cluster->rates[RATE_HEAD_GEMM] == 600e12);
+    reading_free(&reading);
+}
+
 /* Swept whole, by system and by path; --set reaches what per_system puts in place. */
 static void test_per_system_swept(void **state) {
     (void)state;
@@ -740,6 +1044,80 @@ static void test_files(void **state) {
     for (size_t i = 0; i < COUNT(expected); i++)
         assert_string_equal(reading.experiment.files[i], expected[i]);
     reading_free(&reading);
+}
+
+/* ---- what is searched fits --------------------------------------------------------------------------- */
+
+#define SMALL_MODEL                                                                                          \
+    "{\"name\":\"small\",\"layers\":2,\"hidden\":512,\"vocab\":1000,\"attention\":{\"heads\":8,"             \
+    "\"kv_heads\":4,\"head_dim\":64},\"moe\":{\"experts\":8,\"top_k\":2,\"expert_hidden\":1024}}"
+
+/* Whether one was found; then it fits, and what is given is as given. */
+static bool searched_plan_fits(const struct point *point, int which, double usable) {
+    const struct system *system = system_named(point->systems[which]);
+    struct errors errors = {0};
+    struct result result;
+    struct plan plan;
+    bool feasible = false, ring = which == 1;
+    if (!tune_point(system, point, &plan, &feasible, &errors)) fail_msg("%s", errors.messages[0]);
+    if (!feasible) return false;
+    simulate_plan(system, &plan, &result, NULL, NULL);
+    if (result.oom || result.peak_memory > usable)
+        fail_msg("%s: %g bytes do not fit %g", system->name, result.peak_memory, usable);
+    const struct parallel *given = &point->parallel, *found = &plan.parallel;
+    assert_true(ring || !given->ep || found->ep == given->ep);
+    assert_true(ring || !given->pp || found->pp == given->pp);
+    assert_true(!given->cp || found->cp == given->cp);
+    assert_true(!ring || !given->groups || found->groups == given->groups);
+    assert_true(!ring || !given->attn_gpus || found->attn_gpus == given->attn_gpus);
+    assert_true(!ring || !given->ffn_gpus || found->ffn_gpus == given->ffn_gpus);
+    assert_true(!ring || !given->attn_nics || found->attn_nics == given->attn_nics);
+    if (point->memory_given & MEMORY_RECOMPUTE)
+        assert_string_equal(recompute_word(plan.memory.recompute), "none");
+    if (point->memory_given & MEMORY_ZERO) assert_int_equal(plan.memory.zero, 0);
+    if (point->memory_given & MEMORY_EXPERT_INPUT) assert_int_equal(plan.memory.expert_input, INPUT_KEEP);
+    if (ring && point->order.wave) assert_int_equal(plan.order.wave, point->order.wave);
+    return true;
+}
+
+/* A part that is given stays; what is searched beside it never exceeds the memory. */
+static void test_searched_plans_fit(void **state) {
+    (void)state;
+    static const struct change parts[] = {
+        {"seed", "1"}, /* nothing is given */
+        {"parallel", "{\"ep\":4}"},
+        {"parallel", "{\"pp\":2,\"cp\":2}"},
+        {"parallel", "{\"groups\":2}"},
+        {"parallel", "{\"attn_gpus\":1,\"vpp\":1}"},
+        {"parallel", "{\"ffn_gpus\":2,\"attn_nics\":2}"},
+        {"memory", "{\"recompute\":\"none\"}"},
+        {"memory", "{\"zero\":0,\"expert_input\":\"keep\"}"},
+        {"order", "{\"wave\":4}"},
+    };
+    static const double bytes[] = {3.02e9, 3.3e9}; /* 3e9 are reserved */
+    int cases = sampled(COUNT(parts) * COUNT(bytes)), fit = 0;
+    for (int i = 0; i < cases; i++) {
+        const struct change *part = &parts[i % COUNT(parts)];
+        double memory = bytes[(size_t)i / COUNT(parts)];
+        char text[32];
+        snprintf(text, sizeof text, "%.0f", memory);
+        const struct change changes[] = {{"model", SMALL_MODEL},
+                                         {"cluster.nodes", "1"},
+                                         {"cluster.gpus_per_node", "4"},
+                                         {"cluster.nics_per_node", "4"},
+                                         {"cluster.slow_gpus", "[]"},
+                                         {"cluster.gpu.memory_bytes", text},
+                                         {"placement", "\"mixed-nodes\""},
+                                         {"seq_len", "1024"},
+                                         {"global_batch", "6"},
+                                         *part};
+        struct reading reading = read_changed(changes, COUNT(changes));
+        assert_good(&reading);
+        for (int s = 0; s < 2; s++) fit += searched_plan_fits(&reading.experiment.points[0], s, memory - 3e9);
+        reading_free(&reading);
+    }
+    print_message("%d of %d searches found a plan that fits\n", fit, 2 * cases);
+    assert_true(cases < 18 || (fit > cases / 2 && fit < 2 * cases));
 }
 
 /* ---- routing ----------------------------------------------------------------------------------------- */
@@ -1029,19 +1407,41 @@ static void test_committed(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_mistakes),       cmocka_unit_test(test_all_at_once),
-        cmocka_unit_test(test_told_once),      cmocka_unit_test(test_defaults),
-        cmocka_unit_test(test_auto),           cmocka_unit_test(test_parallel_in_part),
-        cmocka_unit_test(test_given_parts),    cmocka_unit_test(test_sweep),
-        cmocka_unit_test(test_sweep_of_parts), cmocka_unit_test(test_sweep_too_large),
-        cmocka_unit_test(test_overrides),      cmocka_unit_test(test_wrong_overrides),
-        cmocka_unit_test(test_made_parents),   cmocka_unit_test(test_swept),
-        cmocka_unit_test(test_per_system),     cmocka_unit_test(test_per_system_swept),
-        cmocka_unit_test(test_only_the_cause), cmocka_unit_test(test_files),
-        cmocka_unit_test(test_zipf),           cmocka_unit_test(test_counts),
-        cmocka_unit_test(test_cut_off),        cmocka_unit_test(test_no_manifest),
-        cmocka_unit_test(test_huge),           cmocka_unit_test(test_deeply_nested),
-        cmocka_unit_test(test_random_damage),  cmocka_unit_test(test_committed),
+        cmocka_unit_test(test_mistakes),
+        cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_all_at_once),
+        cmocka_unit_test(test_told_once),
+        cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_defaults),
+        cmocka_unit_test(test_training_defaults),
+        cmocka_unit_test(test_auto),
+        cmocka_unit_test(test_parallel_in_part),
+        cmocka_unit_test(test_order_in_part),
+        cmocka_unit_test(test_recompute),
+        cmocka_unit_test(test_recompute_by_layer),
+        cmocka_unit_test(test_head),
+        cmocka_unit_test(test_given_parts),
+        cmocka_unit_test(test_sweep),
+        cmocka_unit_test(test_sweep_of_parts),
+        cmocka_unit_test(test_sweep_too_large),
+        cmocka_unit_test(test_overrides),
+        cmocka_unit_test(test_wrong_overrides),
+        cmocka_unit_test(test_made_parents),
+        cmocka_unit_test(test_swept),
+        cmocka_unit_test(test_per_system),
+        cmocka_unit_test(test_per_system_swept),
+        cmocka_unit_test(test_per_system_choices),
+        cmocka_unit_test(test_searched_plans_fit),
+        cmocka_unit_test(test_only_the_cause),
+        cmocka_unit_test(test_files),
+        cmocka_unit_test(test_zipf),
+        cmocka_unit_test(test_counts),
+        cmocka_unit_test(test_cut_off),
+        cmocka_unit_test(test_no_manifest),
+        cmocka_unit_test(test_huge),
+        cmocka_unit_test(test_deeply_nested),
+        cmocka_unit_test(test_random_damage),
+        cmocka_unit_test(test_committed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

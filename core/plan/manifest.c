@@ -70,11 +70,11 @@ static void read_recompute(struct json value, struct recompute *recompute) {
         {"attention", JSON_CHOICE, offsetof(struct recompute, attention), false, 0, 0, ATTENTION_CHOICES},
         {"ffn", JSON_CHOICE, offsetof(struct recompute, ffn), false, 0, 0, FFN_CHOICES},
         {"layers", JSON_INT, offsetof(struct recompute, layers), false, 1, 1 << 20, NULL}};
-    if (!cJSON_IsString(value.node)) {
+    if (cJSON_IsObject(value.node)) {
         json_read_fields(value, fields, COUNT(fields), recompute);
         return;
     }
-    for (size_t i = 0; i < COUNT(recompute_words); i++)
+    for (size_t i = 0; cJSON_IsString(value.node) && i < COUNT(recompute_words); i++)
         if (strcmp(value.node->valuestring, recompute_words[i].word) == 0) {
             *recompute = recompute_words[i].meaning;
             return;
