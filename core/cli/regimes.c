@@ -159,9 +159,8 @@ static int finish(struct command *command, bool whole, struct errors *errors) {
         bool written = growing_file_finish(file, errors);
         if (!write_csv(command, errors) || !written) status = STATUS_FAILED;
     } else if (interrupted) {
-        errors_add(errors, command->options.manifest, NULL, "interrupted%s%s%s",
-                   file->part ? "; --reuse goes on from " : "", file->part ? file->part : "",
-                   file->part ? "" : "");
+        errors_add(errors, command->options.manifest, NULL, "interrupted%s%s",
+                   file->part ? "; --reuse goes on from " : "", file->part ? file->part : "");
         status = STATUS_FAILED;
     }
     growing_file_leave(file, file->length > 0);

@@ -75,11 +75,12 @@ struct variant {
 };
 
 struct slot;
+struct known;
 struct record_store {
     const struct regimes *regimes;
     struct slot *slots; /* each record asked for, in that order */
     int count, capacity;
-    cJSON **known; /* records read from files */
+    struct known *known; /* records read from files */
     int known_count, known_capacity;
     int written; /* slots before it are in the file */
     struct growing_file file;

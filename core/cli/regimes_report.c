@@ -184,8 +184,9 @@ static void print_kinds(const struct record_store *store, const struct findings 
 
 static void print_factor_legend(const struct findings *findings, const struct regimes *regimes,
                                 FILE *stream) {
-    fprintf(stream, "in: speedups inside the paper's range; away: sum of the others' distances from it;\n"
-                    "most: sequence length of the largest; !: somewhere a system does not fit.\n");
+    print_wrapped("in: speedups inside the paper's range; away: sum of the others' distances from it; "
+                  "most: sequence length of the largest; !: somewhere a system does not fit.",
+                  stream);
     for (int i = 0; i < regimes->factor_count; i++) {
         const struct factor *factor = &regimes->factors[i];
         struct text line = {0};
@@ -222,16 +223,24 @@ static void print_effects(const struct findings *findings, const struct regimes 
 
 #define MOST_COLUMNS 5
 
+/* The only factor of a variant that is not at its default. */
+static int factor_of(const struct regimes *regimes, const struct variant *variant) {
+    int factor = 0;
+    while (factor + 1 < regimes->factor_count && !variant->levels[factor]) factor++;
+    return factor;
+}
+
 static void print_speedups_of(const struct record_store *store, const struct variant *table,
                               const struct variant **shown, int count, FILE *stream) {
     const struct regimes *regimes = store->regimes;
     char seq[16];
-    fprintf(stream, "\n%-16s %4s %8s", "Every speedup", "seq", "table");
-    for (int k = 0; k < count; k++) fprintf(stream, " %8.8s", shown[k]->name);
-    fprintf(stream, "\n%-16s %4s %8s", "", "", "");
+    fprintf(stream, "\n%-16s %4s %8s", "every speedup", "seq", "table");
+    for (int k = 0; k < count; k++)
+        fprintf(stream, " %8.8s", regimes->factors[factor_of(regimes, shown[k])].name);
+    fprintf(stream, "\n%-30s", "");
     for (int k = 0; k < count; k++) {
-        const char *space = strchr(shown[k]->name, ' ');
-        fprintf(stream, " %8.8s", space ? space + 1 : "");
+        int factor = factor_of(regimes, shown[k]);
+        fprintf(stream, " %8.8s", regimes->factors[factor].levels[shown[k]->levels[factor] - 1].name);
     }
     fprintf(stream, "\n");
     for (int i = 0; i < regimes->experiment.point_count; i++) {
@@ -253,9 +262,8 @@ static void print_speedups_of(const struct record_store *store, const struct var
 
 static bool is_shown_by_point(const struct regimes *regimes, const struct variant *variant) {
     if (!is_kind(variant, "factor") && !is_kind(variant, "sensitivity")) return false;
-    for (int i = 0; i < regimes->factor_count; i++)
-        if (variant->levels[i]) return regimes->factors[i].levels[variant->levels[i] - 1].by_point;
-    return false;
+    int factor = factor_of(regimes, variant);
+    return regimes->factors[factor].levels[variant->levels[factor] - 1].by_point;
 }
 
 static void print_by_point(const struct record_store *store, const struct findings *findings, FILE *stream) {
@@ -295,14 +303,15 @@ static void print_nearest(const struct record_store *store, const struct finding
     if (!variant) return;
     struct verdict verdict = verdict_of(store, variant, &findings->range);
     char *levels = levels_text(store->regimes, variant->levels), seq[16] = "-";
-    bool all = verdict.inside == verdict.points;
     struct text line = {0};
-    text_add(&line, "%s: %s, %d speedups inside %.2f-%.2f under: %s",
-             ends ? "At the shortest and longest sequences" : "At all sequences",
-             all ? "all" : "no variant has all; the nearest", verdict.inside, findings->range.low,
-             findings->range.high, levels);
-    if (!all) text_add(&line, "; of %d", verdict.points);
-    if (!all && isfinite(verdict.away)) text_add(&line, ", the others %.2f away in all", verdict.away);
+    text_add(&line, "%s: ", ends ? "At the shortest and longest sequences" : "At all sequences");
+    if (verdict.inside == verdict.points)
+        text_add(&line, "all %d speedups are inside under: %s", verdict.points, levels);
+    else
+        text_add(&line, "no variant has all %d speedups inside; the nearest has %d: %s", verdict.points,
+                 verdict.inside, levels);
+    if (verdict.away > 0 && isfinite(verdict.away))
+        text_add(&line, "; the others are %.2f away in all", verdict.away);
     if (verdict.largest)
         text_add(&line, "; the largest is at %s%s.", sequence_text(verdict.largest, seq),
                  verdict.largest == longest_of(store->regimes) ? ", as the paper says"

@@ -24,12 +24,24 @@ struct slot {
 
 /* ---- known records ----------------------------------------------------------------------------------- */
 
-static void add_known(struct record_store *store, cJSON *record) {
+/* The line as it was read: printed anew, numbers could lose a digit. */
+struct known {
+    cJSON *record;
+    char *line;
+};
+
+static char *copy_of(const char *text, size_t length) {
+    char *copy = must_alloc(length + 1);
+    memcpy(copy, text, length);
+    return copy;
+}
+
+static void add_known(struct record_store *store, struct known known) {
     if (store->known_count == store->known_capacity) {
         store->known_capacity = 2 * store->known_capacity + 64;
         store->known = must_realloc(store->known, (size_t)store->known_capacity * sizeof *store->known);
     }
-    store->known[store->known_count++] = record;
+    store->known[store->known_count++] = known;
 }
 
 static bool is_record(const cJSON *record) {
@@ -61,20 +73,20 @@ bool store_read(struct record_store *store, const char *file, struct errors *err
             cJSON_Delete(record);
             break;
         }
-        add_known(store, record);
+        add_known(store, (struct known){record, copy_of(line, (size_t)length)});
     }
     free(line);
     fclose(stream);
     return errors->count == before;
 }
 
-static cJSON *find_known(const struct record_store *store, const struct slot *slot) {
+static const struct known *find_known(const struct record_store *store, const struct slot *slot) {
     for (int i = 0; i < store->known_count; i++) {
-        cJSON *record = store->known[i];
+        const cJSON *record = store->known[i].record;
         const char *system = cJSON_GetObjectItemCaseSensitive(record, "system")->valuestring;
         if (strcmp(system, regimes_systems[slot->system]) == 0 &&
             cJSON_Compare(cJSON_GetObjectItemCaseSensitive(record, "swept"), slot->swept, true))
-            return record;
+            return &store->known[i];
     }
     return NULL;
 }
@@ -89,16 +101,6 @@ static struct slot *find_slot(const struct record_store *store, const struct poi
             return slot;
     }
     return NULL;
-}
-
-static char *line_of(const cJSON *record) {
-    char *text = cJSON_PrintUnformatted(record);
-    size_t length = strlen(text);
-    char *line = must_alloc(length + 2);
-    memcpy(line, text, length);
-    line[length] = '\n';
-    cJSON_free(text);
-    return line;
 }
 
 /* Reads the point that the slot stands for: the table's, with one value for each swept path. */
@@ -127,10 +129,10 @@ static void add_slot(struct record_store *store, const struct point *point, int 
     }
     struct slot *slot = &store->slots[store->count++];
     *slot = (struct slot){.system = system, .point = point, .swept = swept};
-    cJSON *known = find_known(store, slot);
+    const struct known *known = find_known(store, slot);
     if (known) {
-        slot->record = cJSON_Duplicate(known, true);
-        slot->line = line_of(known);
+        slot->record = cJSON_Duplicate(known->record, true);
+        slot->line = copy_of(known->line, strlen(known->line));
     } else if (store->only_known) {
         char *text = cJSON_PrintUnformatted(swept);
         errors_add(errors, store->regimes->file, NULL, "the records lack %s at %s", regimes_systems[system],
@@ -144,9 +146,12 @@ static void add_slot(struct record_store *store, const struct point *point, int 
 
 /* ---- running ----------------------------------------------------------------------------------------- */
 
-/* What a record of one system alone cannot say, or says in every line. */
+/* Hundreds of records are committed: what a record of one system alone cannot say is left out, and what `sim`
+   says of any of them. */
 static void shorten(cJSON *record) {
-    static const char *const left_out[] = {"speedup_vs_megatron", "executor", "cost_source", "seed", "ops"};
+    static const char *const left_out[] = {"speedup_vs_megatron", "breakdown", "comm_total_s",
+                                           "schedule_efficiency", "ops",       "executor",
+                                           "cost_source",         "seed"};
     for (size_t i = 0; i < COUNT(left_out); i++) cJSON_DeleteItemFromObjectCaseSensitive(record, left_out[i]);
 }
 
@@ -169,8 +174,12 @@ static void run_slot(void *context, int i) {
     if (simulate_point(system_named(regimes_systems[slot->system]), point, &result, &slot->errors)) {
         cJSON *record = result_json(&result);
         shorten(record);
-        slot->line = line_of(record);
-        slot->record = cJSON_Parse(slot->line);
+        char *text = cJSON_PrintUnformatted(record);
+        struct text line = {0};
+        text_add(&line, "%s\n", text);
+        slot->line = line.text;
+        slot->record = cJSON_Parse(text);
+        cJSON_free(text);
         cJSON_Delete(record);
     }
     pthread_mutex_lock(&store->mutex);
@@ -240,7 +249,10 @@ void store_free(struct record_store *store) {
         errors_free(&slot->errors);
         if (slot->experiment.arena) experiment_free(&slot->experiment);
     }
-    for (int i = 0; i < store->known_count; i++) cJSON_Delete(store->known[i]);
+    for (int i = 0; i < store->known_count; i++) {
+        cJSON_Delete(store->known[i].record);
+        free(store->known[i].line);
+    }
     free(store->slots);
     free(store->known);
 }
