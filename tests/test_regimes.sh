@@ -152,7 +152,10 @@ expect "$out/report" \
 # None inside: the nearest is told, and where the largest lies.
 made_up "$out/made-up.jsonl" '{64: 0.95, 128: 0.95, 256: 0.93}[n]'
 regimes --records "$out/made-up.jsonl" >"$out/report"
-expect "$out/report" "no variant has all 6 speedups inside; the nearest has 0" "largest is at 64, not at"
+expect "$out/report" "no variant has all 6 speedups inside; the nearest has 0:" "largest is at 64, not at"
+tr '\n' ' ' <"$out/report" | tr -s ' ' >"$out/line"
+expect "$out/line" "At all sequences: no variant has all 6 speedups inside; the nearest has 0: recompute full; the others are 0.46 away" \
+    "A 1.90-1.90 - 1.86-1.86 0/4 0.28 64 - 0.95-0.95 - 0.93-0.93 0/4 2.60 64 A, all lengths 1.90-1.90"
 # Where DisagMoE does not fit, that is said, and counts as outside; no product takes such a level.
 made_up "$out/made-up.jsonl" 'None if m == "two" and n == 256 and "head" in s else 0.85'
 regimes --records "$out/made-up.jsonl" >"$out/report"
