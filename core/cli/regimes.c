@@ -1,6 +1,7 @@
 /*
 disagmoe regimes: one factor at a time from the table's setting; then the product of the factors with most
-effect, at the shortest and the longest sequences; then the product's nearest variant at all lengths.
+effect, at the shortest and the longest sequences; then, at all lengths, the variants of the product that have
+all inside there, or the nearest.
 */
 #include "cli/regimes.h"
 
@@ -85,12 +86,18 @@ static void sort_by_nearness(struct command *command, int first) {
     }
 }
 
-/* The nearest variant of the product, at all lengths. */
+/* Of the product, nearest first, the variants that have all inside at the ends, else the nearest one: at all
+   lengths. */
 static void add_nearest(struct command *command, int first) {
-    const struct variant best = command->variants[first];
-    struct variant *variant =
-        add_variant(command, "product", arena_printf(command->regimes.arena, "%s, all lengths", best.name));
-    memcpy(variant->levels, best.levels, (size_t)command->regimes.factor_count * sizeof(int));
+    int end = command->count;
+    for (int i = first; i < end; i++) {
+        const struct variant own = command->variants[i];
+        struct verdict verdict = verdict_of(&command->store, &own, &command->findings.range);
+        if (i > first && verdict.inside < verdict.points) return;
+        struct variant *variant = add_variant(
+            command, "product", arena_printf(command->regimes.arena, "%s, all lengths", own.name));
+        memcpy(variant->levels, own.levels, (size_t)command->regimes.factor_count * sizeof(int));
+    }
 }
 
 static bool fill(struct command *command, int first, struct errors *errors) {
@@ -110,8 +117,9 @@ static bool explore(struct command *command, struct errors *errors) {
     add_product(command);
     if (!fill(command, first, errors)) return false;
     sort_by_nearness(command, first);
+    int product_end = command->count;
     add_nearest(command, first);
-    if (!fill(command, command->count - 1, errors)) return false;
+    if (!fill(command, product_end, errors)) return false;
     findings->variants = command->variants;
     findings->count = command->count;
     findings->effects = command->effects;

@@ -321,18 +321,29 @@ static void print_nearest(const struct record_store *store, const struct finding
     free(line.text);
 }
 
-/* Whether a variant has all inside, at all lengths, without being the nearest one printed. */
+/* Whether an earlier variant at all lengths sets the same: a factor's level is in the product as well. */
+static bool is_told(const struct findings *findings, const struct regimes *regimes, int at) {
+    const struct variant *variant = &findings->variants[at];
+    size_t size = (size_t)regimes->factor_count * sizeof *variant->levels;
+    for (int i = 0; i < at; i++)
+        if (!findings->variants[i].ends && memcmp(findings->variants[i].levels, variant->levels, size) == 0)
+            return true;
+    return false;
+}
+
+/* The variants that have all inside at all lengths, besides the nearest. */
 static void print_others_inside(const struct record_store *store, const struct findings *findings,
                                 FILE *stream) {
     const struct variant *first = nearest(store, findings, false);
     for (int i = 0; i < findings->count; i++) {
         const struct variant *variant = &findings->variants[i];
         struct verdict verdict = verdict_of(store, variant, &findings->range);
-        if (variant == first || variant->ends || is_kind(variant, "sensitivity")) continue;
+        if (variant == first || variant->ends || is_told(findings, store->regimes, i)) continue;
         if (verdict.inside < verdict.points) continue;
-        char *levels = levels_text(store->regimes, variant->levels);
+        char *levels = levels_text(store->regimes, variant->levels), seq[16];
         struct text line = {0};
-        text_add(&line, "  also all inside: %s.", levels);
+        text_add(&line, "  also all inside, the largest at %s: %s.", sequence_text(verdict.largest, seq),
+                 levels);
         print_wrapped(line.text, stream);
         free(levels);
         free(line.text);
