@@ -1,5 +1,6 @@
-# Targets:  all  test  check  check-long  check-sanitize  check-threads  check-valgrind  reproduce  setup  format  clean
+# Targets:  all  test  check  check-long  check-sanitize  check-threads  check-valgrind  reproduce  regimes  setup  format  clean
 # A build variant is a folder and extra flags: make BUILD=build/mine EXTRA=-DMINE. `make test TESTS=test_model` runs one test.
+# `make regimes REGIMES="--set sweep.seq_len=[4096]"` passes options on.
 
 PACKAGES := gcc make libcjson-dev libopenblas-dev libcmocka-dev openmpi-bin libopenmpi-dev python3-matplotlib valgrind
 # Tests that are built in both precisions; tests/test_*_double.c are built in float64 alone.
@@ -46,7 +47,7 @@ MAKEFLAGS += -j$(shell nproc)
 endif
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
-.PHONY: all tests test check check-long check-sanitize check-threads check-valgrind reproduce setup format clean
+.PHONY: all tests test check check-long check-sanitize check-threads check-valgrind reproduce regimes setup format clean
 all: $(BINARIES)
 tests: all $(call programs,$(BUILD))
 
@@ -101,6 +102,9 @@ check-valgrind: setup
 reproduce: setup
 	@$(MAKE) all
 	@experiments/reproduce.sh
+regimes: setup
+	@$(MAKE) all
+	@experiments/regimes.sh $(REGIMES)
 
 setup:
 	@tests/setup-packages.sh $(PACKAGES)

@@ -19,7 +19,7 @@ struct verb {
 };
 
 extern const struct verb verb_sim, verb_schedule, verb_check, verb_train, verb_import, verb_systems,
-    verb_bench;
+    verb_bench, verb_regimes;
 
 /* ---- options ----------------------------------------------------------------------------------------- */
 
@@ -55,6 +55,11 @@ bool load_experiment(const struct options *options, struct experiment *experimen
 /* Adds what was found wrong with a point for a system, with the manifest and the point named. */
 void add_point_errors(const struct options *options, const struct point *point, const struct system *system,
                       const struct errors *found, struct errors *errors);
+
+/* Makes a point's open choices for a system and simulates what came out; nothing fits the memory: a record
+   that says so. False when the point is impossible for the system: errors say why. */
+bool simulate_point(const struct system *system, const struct point *point, struct result *result,
+                    struct errors *errors);
 
 /* A file the command line has written. */
 struct output {
@@ -96,6 +101,19 @@ void columns_print_common(const struct columns *columns, FILE *stream); /* the l
 void columns_print_heading(const struct columns *columns, FILE *stream);
 void columns_print(const struct columns *columns, const struct point *point, FILE *stream);
 void columns_print_legend(const struct columns *columns, FILE *stream);
+
+/* Two figures of the paper that belong together, and where it has them. */
+struct range {
+    double low, high;
+    char where[160];
+};
+/* published.json beside a manifest, where it is there: the paper's figures, for reports alone. */
+const char *published_beside(const char *manifest, struct arena *arena);
+/* Reads two figures of its entry `key`. False where there are none. */
+bool read_range(const char *published, const char *key, const char *low, const char *high,
+                struct range *range);
+/* How far a value is above the range, or (negative) below; 0 inside. */
+double outside_of(const struct range *range, double value);
 
 /* The records as a table, and where megatron stands beside another system the speedups next to the paper's
    figures, which are read from `published` (NULL: none). Rows of one point follow each other. */

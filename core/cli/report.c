@@ -18,6 +18,7 @@ worker's computation. The speedup of two systems is the quotient of the same pro
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* Three significant digits with a unit prefix: "812 G". */
 static const char *scaled_text(double value, char *buffer, size_t size) {
@@ -97,13 +98,13 @@ static void print_records(const struct result *results, int count, const struct 
 
 /* ---- speedups ---------------------------------------------------------------------------------------- */
 
-struct range {
-    double low, high;
-    char where[160];
-};
+const char *published_beside(const char *manifest, struct arena *arena) {
+    const char *file = path_beside(arena, manifest, "published.json");
+    return access(file, R_OK) == 0 ? file : NULL;
+}
 
-static bool read_range(const char *published, const char *key, const char *low, const char *high,
-                       struct range *range) {
+bool read_range(const char *published, const char *key, const char *low, const char *high,
+                struct range *range) {
     if (!published) return false;
     struct arena *arena = arena_new();
     struct errors errors = {0};
@@ -124,6 +125,10 @@ static bool read_range(const char *published, const char *key, const char *low, 
     return found;
 }
 
+double outside_of(const struct range *range, double value) {
+    return value < range->low ? value - range->low : value > range->high ? value - range->high : 0;
+}
+
 /* Of the same point as record i, as that system runs it; a point's records follow each other. */
 static const struct result *megatron_beside(const struct result *results, int count, int i) {
     int index = results[i].plan.point->index, first = i;
@@ -137,9 +142,7 @@ static void print_speedup(const struct result *result, const struct range *paper
     char range[32] = "-", difference[32] = "-";
     if (paper && strcmp(result->system->name, "disagmoe") == 0) {
         snprintf(range, sizeof range, "%.2f-%.2f", paper->low, paper->high);
-        double off = result->speedup < paper->low    ? result->speedup - paper->low
-                     : result->speedup > paper->high ? result->speedup - paper->high
-                                                     : 0;
+        double off = outside_of(paper, result->speedup);
         if (isnan(result->speedup))
             snprintf(difference, sizeof difference, result->oom ? "out of memory" : "no baseline");
         else if (off == 0)

@@ -13,7 +13,6 @@ finished is reported and the status is 1.
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 struct task {
     const struct point *point; /* as its system runs it */
@@ -98,21 +97,23 @@ static void finish_task(struct run *run, struct task *task) {
     pthread_mutex_unlock(&run->mutex);
 }
 
+bool simulate_point(const struct system *system, const struct point *point, struct result *result,
+                    struct errors *errors) {
+    struct plan plan;
+    bool feasible = false;
+    if (!tune_point(system, point, &plan, &feasible, errors)) return false;
+    if (feasible)
+        simulate_plan(system, &plan, result, NULL, NULL);
+    else
+        *result = (struct result){
+            .system = system, .plan = {.point = point}, .oom = true, .speedup = NAN, .executor = "sim"};
+    return true;
+}
+
 static void run_task(void *context, int i) {
     struct run *run = context;
     struct task *task = &run->tasks[i];
-    struct plan plan;
-    bool feasible = false;
-    if (tune_point(task->system, task->point, &plan, &feasible, &task->errors)) {
-        if (feasible)
-            simulate_plan(task->system, &plan, &task->result, NULL, NULL);
-        else
-            task->result = (struct result){.system = task->system,
-                                           .plan = {.point = task->point},
-                                           .oom = true,
-                                           .speedup = NAN,
-                                           .executor = "sim"};
-    }
+    simulate_point(task->system, task->point, &task->result, &task->errors);
     finish_task(run, task);
 }
 
@@ -202,12 +203,6 @@ static bool write_trace(const char *file, const struct result *results, int coun
     return written;
 }
 
-/* published.json beside the manifest, when it is there: the paper's figures, for the report alone. */
-static const char *published_beside(struct experiment *experiment) {
-    const char *file = path_beside(experiment->arena, experiment->file, "published.json");
-    return access(file, R_OK) == 0 ? file : NULL;
-}
-
 static int report(const struct options *options, struct experiment *experiment, struct run *run,
                   struct errors *errors) {
     const struct result *records = run->records;
@@ -215,10 +210,11 @@ static int report(const struct options *options, struct experiment *experiment, 
     collect_errors(options, run, errors);
     int status = errors->count ? STATUS_USAGE : STATUS_DONE;
     bool cut = run->finished < run->count, whole = !errors->count && !cut, written = true;
-    if (!options->json) print_report(records, count, published_beside(experiment), stdout);
+    const char *published = published_beside(experiment->file, experiment->arena);
+    if (!options->json) print_report(records, count, published, stdout);
     if (options->explain) {
         print_explanation(records, count, options->json ? stderr : stdout);
-        print_trend(experiment, published_beside(experiment), options->json ? stderr : stdout);
+        print_trend(experiment, published, options->json ? stderr : stdout);
     }
     if (cut)
         errors_add(errors, options->manifest, NULL, "interrupted: %d of %d records are finished", count,
