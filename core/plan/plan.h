@@ -45,7 +45,7 @@ struct memory {
     int expert_input;
     int grads, moments; /* enum precision */
     int zero;
-    bool offload; /* optimizer state on the host */
+    int offload; /* optimizer state on the host: 0 or 1. Ints alone, without padding: compared as bytes */
 };
 
 /* Keys of memory, or-ed. */
