@@ -832,6 +832,134 @@ static void optimizer(void **state) {
     free(whole), free(m_whole), free(v_whole);
 }
 
+/* Summing N times the same g > 0: the j-th addition rounds at u ≤ 2⁻⁷ j g, its variance is at most g u,
+   together at most 2⁻⁸ N² g²: whatever N, an element is off by at most 1/16 of itself, root mean square.
+   Second moments decay likewise: each step's variance is at most (1 − β₂) 2⁻⁷ of their square, and what is
+   old fades twice as fast, so that again 2⁻⁸ are left, whatever β₂. */
+static const double DEVIATION = 1.0 / 16;
+
+static double norm_of(const uint16_t *x, int count) {
+    double sum = 0;
+    for (int i = 0; i < count; i++) sum += pow(bf16_to_float(x[i]), 2);
+    return sqrt(sum);
+}
+
+/* 4,096 small gradients come to their sum, where rounding to nearest stops at half of it. */
+static void bf16_sums_of_many(void **state) {
+    (void)state;
+    enum { MANY = 4096, ELEMENTS = 4096 };
+    struct context context = {0};
+    struct rng rng = rng_seed(3);
+    floatX *g = must_alloc(ELEMENTS * sizeof *g);
+    uint16_t *sums = must_alloc(ELEMENTS * 2), *nearest = must_alloc(ELEMENTS * 2);
+    double squares = 0, bias = 0;
+    for (int i = 0; i < ELEMENTS; i++) {
+        g[i] = (floatX)((1 + rng_uniform(&rng)) * (i % 2 ? -0x1p-9 : 0x1p-9));
+        squares += pow((double)g[i] * MANY, 2);
+    }
+    for (int n = 0; n < MANY; n++) {
+        add_bf16(&context, sums, g, ELEMENTS, 0, rng_seed_of((uint64_t[]){7, (uint64_t)n}, 2));
+        for (int i = 0; i < ELEMENTS; i++)
+            nearest[i] = bf16_from_float(bf16_to_float(nearest[i]) + (float)g[i]);
+    }
+    for (int i = 0; i < ELEMENTS; i++)
+        bias += (bf16_to_float(sums[i]) / ((double)g[i] * MANY) - 1) / ELEMENTS;
+    /* five deviations of a mean over 4,096 elements; in the norm also half of the elements' variance */
+    double five = 5 * DEVIATION / sqrt(ELEMENTS), off = norm_of(sums, ELEMENTS) / sqrt(squares) - 1;
+    if (fabs(bias) > five) fail_msg("sums are off by %g of themselves on average, allowed is %g", bias, five);
+    if (fabs(off) > DEVIATION * DEVIATION / 2 + 1.1 * five) fail_msg("the norm is off by %g", off);
+    assert_true(norm_of(nearest, ELEMENTS) < 0.6 * sqrt(squares));
+    free(g), free(sums), free(nearest);
+}
+
+/* A quarter of the last place: up in a quarter of all cases, each element and key for itself. */
+static void bf16_rounding_is_fair(void **state) {
+    (void)state;
+    enum { ELEMENTS = 1 << 15 };
+    struct context context = {0};
+    floatX *quarter = must_alloc(ELEMENTS * sizeof *quarter);
+    uint16_t *up[2];
+    const uint16_t one = bf16_from_float(1);
+    int agree[3] = {0}, rounded_up = 0;
+    for (int k = 0; k < 2; k++) {
+        up[k] = must_alloc((ELEMENTS + 1) * 2);
+        for (int i = 0; i < ELEMENTS; i++) up[k][i] = one, quarter[i] = (floatX)0x1p-9;
+        add_bf16(&context, up[k], quarter, ELEMENTS, 0, (uint64_t)k);
+    }
+    for (int i = 0; i < ELEMENTS; i++) {
+        assert_in_range(up[0][i], one, one + 1);
+        rounded_up += up[0][i] > one;
+        agree[0] += up[0][i] == up[1][i];
+        agree[1] += i > 0 && up[0][i] == up[0][i - 1];
+        agree[2] += i > 0 && up[0][i] == up[1][i - 1]; /* the next key is not this one, moved on */
+    }
+    double places = 5 * sqrt(0.25 * 0.75 * ELEMENTS), pairs = 5 * sqrt(0.625 * 0.375 * ELEMENTS) + 1;
+    assert_true(fabs(rounded_up - 0.25 * ELEMENTS) < places);
+    for (size_t i = 0; i < COUNT(agree); i++) assert_true(fabs(agree[i] - 0.625 * ELEMENTS) < pairs);
+    /* what can be represented stays, and what is not finite */
+    const floatX plain[] = {0.5, -1, 0, (floatX)INFINITY, (floatX)-INFINITY, (floatX)NAN};
+    uint16_t sums[COUNT(plain)] = {0};
+    for (uint64_t key = 0; key < 64; key++) {
+        memset(sums, 0, sizeof sums);
+        add_bf16(&context, sums, plain, COUNT(plain), 0, key);
+        for (size_t i = 0; i < 5; i++) assert_true(bf16_to_float(sums[i]) == (float)plain[i]);
+        assert_true(isnan(bf16_to_float(sums[5])));
+    }
+    free(quarter), free(up[0]), free(up[1]);
+}
+
+/* The same bits whatever thread adds an element, in whichever piece, and every time. */
+static void bf16_sums_by_threads(void **state) {
+    (void)state;
+    enum { ELEMENTS = 100003, CUT = 34567 };
+    struct context plain = {0}, threads = {.workers = workers_new(4)};
+    floatX *g = randoms(ELEMENTS, 1);
+    uint16_t *a = must_alloc(ELEMENTS * 2), *b = must_alloc(ELEMENTS * 2), *c = must_alloc(ELEMENTS * 2);
+    for (uint64_t key = 1; key < 6; key++) {
+        add_bf16(&plain, a, g, ELEMENTS, 0, key);
+        add_bf16(&threads, b, g, ELEMENTS, 0, key);
+        add_bf16(&threads, c + CUT, g + CUT, ELEMENTS - CUT, CUT, key);
+        add_bf16(&plain, c, g, CUT, 0, key);
+    }
+    assert_memory_equal(a, b, ELEMENTS * 2);
+    assert_memory_equal(a, c, ELEMENTS * 2);
+    add_bf16(&plain, a, g, ELEMENTS, 0, 6);
+    add_bf16(&plain, b, g, ELEMENTS, 0, 7);
+    assert_memory_not_equal(a, b, ELEMENTS * 2);
+    workers_free(threads.workers);
+    free(g), free(a), free(b), free(c);
+}
+
+/* Second moments in BF16 follow a gradient that has become small, where a step changes them by less than half
+   of their last place: from 1 down to 0.01 with β₂ 0.95, 0.99 and 0.999. */
+static void bf16_moments_decay(void **state) {
+    (void)state;
+    enum { ELEMENTS = 4096 };
+    const double betas[] = {0.95, 0.99, 0.999};
+    struct context context = {0};
+    for (size_t b = 0; b < COUNT(betas); b++) {
+        struct optimizer o = optimizer_default();
+        o.beta2 = betas[b];
+        int steps = (int)ceil(8 / (1 - betas[b]));
+        floatX *values = must_alloc(ELEMENTS * sizeof *values), *g = must_alloc(ELEMENTS * sizeof *g);
+        uint16_t *m = must_alloc(ELEMENTS * 2), *v = must_alloc(ELEMENTS * 2);
+        double exact = 1, bias = 0, variance = 0;
+        for (int i = 0; i < ELEMENTS; i++) g[i] = (floatX)0.1, v[i] = bf16_from_float(1);
+        for (int step = 0; step < steps; step++) {
+            adamw_bf16(&context, &o, step, 1, false, values, g, m, v, ELEMENTS, 0, (uint64_t)step);
+            exact = betas[b] * exact + (1 - betas[b]) * pow((double)g[0], 2);
+        }
+        for (int i = 0; i < ELEMENTS; i++) {
+            double off = bf16_to_float(v[i]) / exact - 1;
+            bias += off / ELEMENTS;
+            variance += off * off / ELEMENTS;
+        }
+        if (fabs(bias) > 5 * DEVIATION / sqrt(ELEMENTS) || sqrt(variance) > 1.1 * DEVIATION)
+            fail_msg("beta2 %g: off by %g on average, deviation %g", betas[b], bias, sqrt(variance));
+        free(values), free(g), free(m), free(v);
+    }
+}
+
 /* ---- parameters, data, safetensors ------------------------------------------------------------------- */
 
 static bool keep_second_half(void *context, const struct parameter *p) {
@@ -998,6 +1126,10 @@ int main(void) {
         cmocka_unit_test(blocks_equal_reference),
         cmocka_unit_test(kept_bytes_are_as_modelled),
         cmocka_unit_test(optimizer),
+        cmocka_unit_test(bf16_sums_of_many),
+        cmocka_unit_test(bf16_rounding_is_fair),
+        cmocka_unit_test(bf16_sums_by_threads),
+        cmocka_unit_test(bf16_moments_decay),
         cmocka_unit_test(parameter_lists),
         cmocka_unit_test(markov_entropy),
         cmocka_unit_test(text_errors),

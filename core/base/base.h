@@ -139,6 +139,8 @@ struct rng {
     uint64_t state[4];
 };
 struct rng rng_seed(uint64_t seed);
+uint64_t rng_seed_of(const uint64_t *numbers,
+                     size_t count); /* one seed from several numbers, in their order */
 uint64_t rng_next(struct rng *rng);
 double rng_uniform(struct rng *rng);       /* [0, 1) */
 int rng_below(struct rng *rng, int bound); /* 0 … bound − 1, unbiased; bound ≥ 1 */

@@ -291,6 +291,11 @@ void adamw(struct context *context, const struct optimizer *optimizer, int64_t s
 void adamw_bf16(struct context *context, const struct optimizer *optimizer, int64_t step, double scale,
                 bool decay, floatX *values, const floatX *gradients, uint16_t *moment1, uint16_t *moment2,
                 size_t count, size_t first, uint64_t key);
+/* sums += addends, in BF16 rounded stochastically: up with the probability of the part cut off, so that the
+   sum of many small numbers is right on average, where rounding to nearest would come to a halt as soon as
+   one is below half of the sum's last bit. Keyed by element as above; key: differs between additions. */
+void add_bf16(struct context *context, uint16_t *sums, const floatX *addends, size_t count, size_t first,
+              uint64_t key);
 static inline uint32_t float_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

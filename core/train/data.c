@@ -148,12 +148,8 @@ void data_free(struct data *data) {
 }
 
 static struct rng sequence_rng(uint64_t seed, int64_t step, int64_t sequence) {
-    uint64_t parts[] = {seed, (uint64_t)step, (uint64_t)sequence}, mixed = 0;
-    for (size_t i = 0; i < COUNT(parts); i++) {
-        struct rng rng = rng_seed(mixed ^ parts[i]);
-        mixed = rng_next(&rng);
-    }
-    return rng_seed(mixed);
+    const uint64_t numbers[] = {seed, (uint64_t)step, (uint64_t)sequence};
+    return rng_seed(rng_seed_of(numbers, COUNT(numbers)));
 }
 
 static int draw(const double *cumulative, int n, double uniform) {

@@ -122,6 +122,11 @@ static struct attention_part attention_part(const struct work_item *item) {
                                    .forced = trainer->forced};
 }
 
+static void add_gradients(const struct work_item *item, enum component component, int layer) {
+    state_add_gradients(item->trainer->state, item->context, component, layer, item->trainer->mark.step,
+                        item->micro_batch);
+}
+
 /* ---- attention --------------------------------------------------------------------------------------- */
 
 static void run_attention(const struct work_item *item) {
@@ -234,7 +239,7 @@ static void attention_backward_operation(const struct work_item *item) {
                                    gradient_for(trainer, cell, item->tokens),
                                    cell->slot[ROLE_MIDDLE_GRADIENT], cell->dweights, stream_of(cell));
     attention_block_backward_weight(item->context, block, &part, &cell->attention, &pending, stream_of(cell));
-    state_add_gradients(trainer->state, COMPONENT_ATTENTION, item->layer);
+    add_gradients(item, COMPONENT_ATTENTION, item->layer);
     scratch_release(item->context, memory);
     passing_free(trainer, cell->dweights);
     cell->dweights = NULL;
@@ -344,7 +349,7 @@ static void ffn_backward_operation(const struct work_item *item) {
         backward_of(item, &local.block, &local.part, &cell->local_kept, 0, item->tokens, dmiddle, NULL,
                     item->above->gradient, local.input);
     }
-    state_add_gradients(trainer->state, COMPONENT_FFN, item->layer);
+    add_gradients(item, COMPONENT_FFN, item->layer);
 }
 
 /* ---- ends -------------------------------------------------------------------------------------------- */
@@ -381,7 +386,7 @@ static void embed_backward_operation(const struct work_item *item) {
     state_begin_gradients(trainer->state, COMPONENT_EMBEDDING, -1);
     embedding_backward(item->context, trainer->state->embedding_gradient, item->cell->gradient,
                        item->cell->tokens, item->tokens, trainer->hidden);
-    state_add_gradients(trainer->state, COMPONENT_EMBEDDING, -1);
+    add_gradients(item, COMPONENT_EMBEDDING, -1);
     passing_free(trainer, item->cell->gradient);
     item->cell->gradient = NULL;
 }
@@ -412,7 +417,7 @@ static void head_backward_operation(const struct work_item *item) {
                               item->cell->tokens, count, model->hidden, model->vocab, scale);
     rmsnorm_backward(item->context, d, head->norm_gradient, d, input, head->norm, count, model->hidden,
                      model->norm_eps, false);
-    state_add_gradients(trainer->state, COMPONENT_HEAD, -1);
+    add_gradients(item, COMPONENT_HEAD, -1);
 }
 
 /* ---- which computation ------------------------------------------------------------------------------- */
