@@ -9,6 +9,7 @@ products without rows, logits that are no numbers.
 #include <cmocka.h>
 
 #include "layers/layers.h"
+#include "plan/plan.h"
 #include "state/safetensors.h"
 #include "train/data.h"
 
@@ -238,7 +239,7 @@ static void capacity(void **state) {
     struct model model = small_model();
     struct router_test test;
     fill_skewed(&test);
-    model.moe.capacity_factor = 1; /* ceil(6 · 2 / 6) = 2 copies an expert and sequence */
+    model.moe.capacity_factor = 1; /* 6 · 2 / 6 = 2 copies an expert and sequence */
     route_tokens(&test, &model, 2);
     for (int t = 0; t < 12; t++)
         for (int k = 0; k < 2; k++) {
@@ -256,6 +257,34 @@ static void capacity(void **state) {
     assert_memory_equal(test.weights, free_test.weights, sizeof test.weights);
     assert_int_equal(test.ids[0], 0);
     assert_int_equal(test.ids[1], 3);
+}
+
+/* 1.1 · 100 · 2 ÷ 4 is 55 copies, though the product is a hair above; what the router keeps is what the plan
+   counts on. */
+static void capacity_as_planned(void **state) {
+    (void)state;
+    enum { EXPERTS = 4, TOP_K = 2, SEQ_LEN = 100 };
+    static const int kept[EXPERTS] = {55, 55, 40, 20}, gpus[2 * EXPERTS] = {0, 1, 2, 3, 4};
+    double share[EXPERTS] = {0.4, 0.3, 0.2, 0.1};
+    struct model model = small_model();
+    model.moe.experts = EXPERTS, model.moe.top_k = TOP_K, model.moe.capacity_factor = 1.1;
+    struct arena *arena = arena_new();
+    struct context context = {0};
+    floatX logits[SEQ_LEN * EXPERTS] = {0}, weights[SEQ_LEN * TOP_K];
+    int ids[SEQ_LEN * TOP_K], found[EXPERTS] = {0};
+    unsigned char stays[SEQ_LEN * TOP_K];
+    struct route route = {logits, ids, weights, stays};
+    route_forward(&context, &model, &route, forced_routing_new(arena, &model, share, SEQ_LEN), 0, 1, SEQ_LEN);
+    for (int copy = 0; copy < SEQ_LEN * TOP_K; copy++) found[ids[copy]] += stays[copy];
+    struct point point = {.model = &model, .seq_len = SEQ_LEN, .micro_batch_size = 1, .routing.share = share};
+    struct plan plan = {.point = &point};
+    struct sides sides = {gpus, 1, gpus + 1, EXPERTS, gpus, 1};
+    for (int e = 0; e < EXPERTS; e++) {
+        assert_int_equal(found[e], kept[e]);
+        double bytes = plan_gpu_layer_memory(&plan, 0, sides, e).expert_input;
+        assert_true(fabs(bytes / model_hidden_bytes(&model) - kept[e]) < 1e-9);
+    }
+    arena_free(arena);
 }
 
 static void auxiliary_losses(void **state) {
@@ -1117,6 +1146,7 @@ int main(void) {
         cmocka_unit_test(tiled_attention),
         cmocka_unit_test(extreme_scores),
         cmocka_unit_test(capacity),
+        cmocka_unit_test(capacity_as_planned),
         cmocka_unit_test(auxiliary_losses),
         cmocka_unit_test(damaged_logits),
         cmocka_unit_test(forced_shares),

@@ -201,8 +201,8 @@ struct forced_routing *forced_routing_new(struct arena *arena, const struct mode
                                           int seq_len);
 /* ids, weights, kept from route->logits; ids from `forced`, for this layer, unless it is NULL. Capacity,
    where the model has one, is counted per sequence (so that it does not depend on micro-batches or ranks): an
-   expert takes at most ceil(factor · S · K / E) copies of a sequence, first choices before second ones,
-   earlier tokens before later ones (GShard, Lepikhin et al. 2020). */
+   expert takes at most model_expert_capacity copies of a sequence, first choices before second ones, earlier
+   tokens before later ones. */
 void route_forward(struct context *context, const struct model *model, struct route *route,
                    const struct forced_routing *forced, int layer, int sequences, int seq_len);
 /* dlogits (T, E), overwritten, from dweights (T, K) and the two auxiliary losses, which count aux_scale and

@@ -33,8 +33,8 @@ static double tokens_per_gpu(const struct plan *plan) {
  * drops some. */
 static void expert_shares(const struct plan *plan, int gpus, double *shares) {
     const struct model *model = plan->point->model;
-    double limit =
-        model->moe.capacity_factor > 0 ? model->moe.capacity_factor / model->moe.experts : INFINITY;
+    double copies = (double)plan->point->seq_len * model->moe.top_k, limit = INFINITY;
+    if (model->moe.capacity_factor > 0) limit = model_expert_capacity(model, plan->point->seq_len) / copies;
     for (int gpu = 0; gpu < gpus; gpu++) {
         shares[gpu] = 0;
         int end = plan_first_expert(model->moe.experts, gpus, gpu + 1);
