@@ -16,6 +16,7 @@ products without rows, logits that are no numbers.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #ifdef FLOATX_DOUBLE
@@ -1072,6 +1073,21 @@ static void text_errors(void **state) {
     assert_null(data_open_text("/nonexistent", 5, 128, &errors));
     errors_free(&errors);
     const char *file = temporary("abcdefgh", 8);
+    /* what never ends, and what is too long: a hole of 2 GiB */
+    char pipe[64];
+    snprintf(pipe, sizeof pipe, "%s.pipe", file);
+    assert_int_equal(mkfifo(pipe, 0600), 0);
+    const char *const others[][2] = {
+        {"/dev/zero", "a device"}, {"/dev", "a folder"}, {pipe, "a pipe"}, {file, "GB"}};
+    assert_int_equal(truncate(file, 2LL << 30), 0);
+    for (size_t i = 0; i < COUNT(others); i++) {
+        assert_null(data_open_text(others[i][0], 5, 128, &errors));
+        assert_int_equal(errors.count, 1);
+        assert_non_null(strstr(errors.messages[0], others[i][1]));
+        errors_free(&errors);
+    }
+    unlink(pipe);
+    assert_int_equal(truncate(file, 8), 0);
     struct data *data = data_open_text(file, 5, 128, &errors);
     int tokens[6];
     for (int s = 0; s < 50; s++) {
