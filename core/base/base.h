@@ -131,6 +131,7 @@ struct text {
     size_t length, capacity;
 };
 void text_add(struct text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
+uint64_t text_hash(const char *text); /* FNV-1a of 64 bits */
 
 /* ---- random numbers ---------------------------------------------------------------------------------- */
 

@@ -44,13 +44,10 @@ struct board {
     bool unlinked;
 };
 
-/* FNV-1a of this machine's name. */
 static uint64_t this_host(void) {
     char name[256] = "";
-    uint64_t hash = 14695981039346656037u;
     gethostname(name, sizeof name - 1);
-    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * 1099511628211u;
-    return hash;
+    return text_hash(name);
 }
 
 static struct slot *map_board(int descriptor, size_t bytes) {
