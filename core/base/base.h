@@ -159,4 +159,28 @@ int processor_count(void);
 void progress(const char *what, int done, int total);
 double seconds_now(void); /* monotonic clock */
 
+/* ---- pulse ------------------------------------------------------------------------------------------- */
+
+/* What the threads of a process are doing, for one that watches whether it gets on. */
+struct pulse;
+enum { PULSE_THREADS = 4, PULSE_TEXT = 112 };
+enum pulse_kind {
+    PULSE_NONE, /* this thread is not there, or has nothing to do */
+    PULSE_WORK, /* it gets on as long as it has processor time */
+    PULSE_WAIT  /* for another thread or process, however busily */
+};
+struct pulse *pulse_new(void);
+void pulse_free(struct pulse *pulse); /* NULL is allowed */
+/* From now on the calling thread, which goes by the number `thread`, does this. pulse NULL: nobody watches.
+ */
+void pulse_set(struct pulse *pulse, int thread, enum pulse_kind kind, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+struct pulse_sample {
+    uint64_t
+        life;   /* another number whenever a thread went on to something else, or one that works has worked */
+    bool waits; /* all that there are wait */
+    char text[PULSE_TEXT]; /* of the thread that tells most */
+};
+struct pulse_sample pulse_read(struct pulse *pulse);
+
 #endif
