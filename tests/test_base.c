@@ -681,6 +681,28 @@ static void paths_beside(void **state) {
     assert_string_equal(path_beside(bench->arena, NULL, "b.json"), "b.json");
 }
 
+static void one_file_has_many_names(void **state) {
+    struct bench *bench = *state;
+    char *names[5];
+    static const char *const below[] = {"a", "./b/../a", "hard", "b/soft", "other"};
+    for (int i = 0; i < 5; i++) names[i] = arena_printf(bench->arena, "%s/%s", bench->folder, below[i]);
+    assert_int_equal(mkdir(arena_printf(bench->arena, "%s/b", bench->folder), 0777), 0);
+    assert_true(files_are_one(names[0], names[1])); /* before it is there */
+    assert_false(files_are_one(names[0], names[4]));
+    assert_false(files_are_one(names[0], arena_printf(bench->arena, "%s/b/a", bench->folder)));
+    assert_true(files_are_one("/nowhere/a", "/nowhere/a"));
+    assert_false(files_are_one("/nowhere/a", "/nowhere/b"));
+    assert_true(file_write_atomic(names[0], "x", 1, &bench->errors));
+    assert_false(files_are_one(names[0], names[4]));
+    assert_true(file_write_atomic(names[4], "x", 1, &bench->errors));
+    assert_int_equal(link(names[0], names[2]), 0);
+    assert_int_equal(symlink("../a", names[3]), 0);
+    for (int i = 0; i < 5; i++)
+        for (int k = 0; k < 5; k++)
+            assert_int_equal(files_are_one(names[i], names[k]), i == k || (i < 4 && k < 4));
+    assert_false(files_are_one("/dev/null", "/dev/null"));
+}
+
 /* ---- loops ------------------------------------------------------------------------------------------- */
 
 struct tally {
@@ -780,6 +802,7 @@ int main(void) {
         TEST(unwritable_places_are_named),
         TEST(folders_are_made),
         TEST(paths_beside),
+        TEST(one_file_has_many_names),
         TEST(loops_run_each_index_once),
         TEST(loops_stop_when_told),
         TEST(one_job_runs_in_order),

@@ -123,6 +123,9 @@ const char *number_text(double value, char *buffer);
 bool file_write_atomic(const char *file, const void *data, size_t bytes, struct errors *errors);
 /* base "experiments/a.json", file "models/b.json" -> "experiments/models/b.json"; an absolute file stays. */
 const char *path_beside(struct arena *arena, const char *base, const char *file);
+/* Whether both names lead to one regular file, by whatever path or link; or, where neither is there yet,
+ * would. */
+bool files_are_one(const char *a, const char *b);
 bool make_folder_of(const char *file, struct errors *errors); /* mkdir -p of the file's folder */
 
 /* A text that grows. Zero-initialise; free(text). */

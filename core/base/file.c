@@ -35,11 +35,17 @@ static bool write_and_close(int descriptor, const void *data, size_t bytes) {
     return done;
 }
 
-/* Makes the rename itself last; a file system that cannot is none we could do more about. */
-static void sync_folder_of(const char *file) {
+/* "a/b" → "a/", "b" → "."; free(result). */
+static char *folder_of(const char *file) {
     const char *slash = strrchr(file, '/');
     char *folder = must_alloc(strlen(file) + 2);
     memcpy(folder, slash ? file : ".", slash ? (size_t)(slash - file) + 1 : 1);
+    return folder;
+}
+
+/* Makes the rename itself last; a file system that cannot is none we could do more about. */
+static void sync_folder_of(const char *file) {
+    char *folder = folder_of(file);
     int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor >= 0) {
         fsync(descriptor);
@@ -102,6 +108,26 @@ const char *path_beside(struct arena *arena, const char *base, const char *file)
     const char *slash = base ? strrchr(base, '/') : NULL;
     if (file[0] == '/' || !slash) return arena_strdup(arena, file);
     return arena_printf(arena, "%.*s/%s", (int)(slash - base), base, file);
+}
+
+static bool stat_folder_of(const char *file, struct stat *status) {
+    char *folder = folder_of(file);
+    bool done = stat(folder, status) == 0;
+    free(folder);
+    return done;
+}
+
+bool files_are_one(const char *a, const char *b) {
+    struct stat first, second;
+    bool is_there = stat(a, &first) == 0, other_is_there = stat(b, &second) == 0;
+    if (is_there != other_is_there) return false;
+    if (is_there && !S_ISREG(first.st_mode)) return false;
+    if (!is_there) {
+        const char *name = strrchr(a, '/'), *other_name = strrchr(b, '/');
+        if (strcmp(name ? name + 1 : a, other_name ? other_name + 1 : b) != 0) return false;
+        if (!stat_folder_of(a, &first) || !stat_folder_of(b, &second)) return strcmp(a, b) == 0;
+    }
+    return first.st_dev == second.st_dev && first.st_ino == second.st_ino;
 }
 
 bool make_folder_of(const char *file, struct errors *errors) {

@@ -79,9 +79,10 @@ floatX *head_tensor(const struct parameters *parameters, floatX *array);
 
 /* ---- import ------------------------------------------------------------------------------------------ */
 
-/* Fills values from safetensors files of Qwen3-MoE, GPT-OSS or DeepSeek-MoE, by their own names. A file whose
-   name ends in .index.json stands for those it names, which lie beside it. What is missing, of another shape
-   or not understood is an error that names file and tensor. */
+/* Fills values from safetensors files of Qwen3-MoE, GPT-OSS, DeepSeek-MoE or Mixtral, by their own names. A
+   file whose name ends in .index.json says which of the files beside it each tensor is taken from. A tensor
+   that is missing, of another shape or type, in two files, or for which the whole model has no place is an
+   error that names file and tensor, the same on every rank. */
 bool parameters_import(const struct parameters *parameters, floatX *values, const char *const *files,
                        int file_count, struct errors *errors);
 
