@@ -84,7 +84,7 @@ static void what_is_in_the_way(void **state) {
     (void)state;
     char path[400];
     put(lock_file, "a file");
-    assert_unfit(lock_file, 0, "File exists");
+    assert_unfit(lock_file, 0, "is no folder");
     snprintf(path, sizeof path, "%s/below/it", lock_file);
     assert_unfit(path, 0, lock_file);
     assert_unfit("/proc", 0, "/proc: cannot be written");

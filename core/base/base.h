@@ -127,6 +127,9 @@ const char *path_beside(struct arena *arena, const char *base, const char *file)
  * would. */
 bool files_are_one(const char *a, const char *b);
 bool make_folder_of(const char *file, struct errors *errors); /* mkdir -p of the file's folder */
+/* Whether file_write_atomic could write it later: makes its folder and, beside it, a file that it removes
+ * again. */
+bool file_is_writable(const char *file, struct errors *errors);
 
 /* A text that grows. Zero-initialise; free(text). */
 struct text {

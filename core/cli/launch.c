@@ -22,7 +22,6 @@ not happen in time, the launcher ends the ranks it knows from the board itself: 
 
 #define BOARD_VARIABLE "DISAGMOE_BOARD"
 #define RUN_VARIABLE "DISAGMOE_RUN"
-#define NOTE "disagmoe: train: note: " /* a line that begins with it explains no end */
 
 /* Seconds that mpirun has to end the ranks, and to start them: when it has reported an error, or anyway. */
 #define END_PATIENCE 12
@@ -275,7 +274,7 @@ static void pass_line(struct listener *listener, const char *line) {
         fprintf(stderr, "%s\n", line);
     }
     listener->error |= !ours && (strstr(line, "ERROR") || strstr(line, "error occurred"));
-    listener->explained |= ours && strncmp(line, NOTE, strlen(NOTE)) != 0;
+    listener->explained |= ours && strncmp(line, LAUNCH_NOTE, strlen(LAUNCH_NOTE)) != 0;
     listener->banner ^= rule;
 }
 
@@ -442,10 +441,10 @@ static enum launch_end judge(const struct launch *launch, const struct board *bo
     int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
     if (code == 0 && !told_to_end) return LAUNCH_DONE;
     bool killed = listener->rank >= 0 && listener->rank < board->ranks;
-    int rank = killed                          ? listener->rank
+    int rank = killed                             ? listener->rank
                : listener->explained || code == 2 ? -1
                : listener->lost >= 0              ? listener->lost
-                                               : lost_rank(board);
+                                                  : lost_rank(board);
     bool plain = told_to_end || (code < 0 && !listener->given_up) ||
                  (killed && (listener->signal == SIGKILL || listener->signal == SIGTERM));
     if (listener->held.text && !plain && (killed || !listener->explained)) fputs(listener->held.text, stderr);

@@ -19,6 +19,9 @@ bool launch_inside(void);
    run. */
 bool launch_is_stray(void);
 
+/* Begins a line on stderr that explains no end. */
+#define LAUNCH_NOTE "disagmoe: train: note: "
+
 /* ---- the launcher ------------------------------------------------------------------------------------ */
 
 struct launch {

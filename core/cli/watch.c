@@ -101,7 +101,7 @@ static void add_waiting(struct text *says, const struct judge *judge, int silent
 
 static void add_silent(struct text *says, const struct judge *judge, int rank, double seconds, bool ends) {
     const struct watched *it = &judge->list[rank];
-    text_add(says, "disagmoe: train: %srank %d: silent for %.3g s", ends ? "" : "note: ", rank, seconds);
+    text_add(says, "%srank %d: silent for %.3g s", ends ? "disagmoe: train: " : LAUNCH_NOTE, rank, seconds);
     add_step(says, it->last.step);
     if (*it->last.doing)
         text_add(says, ", %s%s", it->unheard >= judge->warning ? "last seen " : "", it->last.doing);
@@ -143,7 +143,7 @@ static bool must_end(const struct judge *judge, struct text *says) {
 static void name(struct judge *judge, int rank, double seconds, bool *named, struct text *says) {
     bool silent = seconds >= judge->warning;
     if (silent && !*named) add_silent(says, judge, rank, seconds, false);
-    if (!silent && *named) text_add(says, "disagmoe: train: note: rank %d goes on\n", rank);
+    if (!silent && *named) text_add(says, LAUNCH_NOTE "rank %d goes on\n", rank);
     *named = silent;
 }
 
