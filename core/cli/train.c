@@ -406,6 +406,7 @@ static int prepare(struct session *session) {
     session->trainer = trainer_new(&run->plan, session->schedule, &session->planned, session->data,
                                    (uint64_t)run->point->seed, session->comm, &session->errors);
     if (!agree(session->comm, &session->errors) || !session->trainer) return STATUS_FAILED;
+    trainer_watch(session->trainer, session->train->pulse);
     int status = fill_parameters(session);
     if (status == STATUS_DONE && session->train->verify) trainer_verify(session->trainer);
     return status;

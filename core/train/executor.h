@@ -119,6 +119,7 @@ struct trainer {
     double expected_static, expected_peak; /* of activations, on the simulated timeline */
     double expected_now, as_run_peak;      /* of those held now; the most of them at one time, of all steps */
 
+    struct pulse *pulse;         /* what the lanes are doing; NULL: nobody watches */
     struct reference *reference; /* of rank 0 when verifying */
     bool verifying;
     struct step_losses reference_losses;

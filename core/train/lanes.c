@@ -130,18 +130,32 @@ static double run_half(struct trainer *trainer, enum resource resource, int op, 
     return start;
 }
 
+/* For whoever watches: a transfer is waiting, whichever end it has. */
+static void tell(const struct lane_run *run, enum pulse_kind kind, const char *what, int op) {
+    char label[PULSE_TEXT];
+    if (!run->trainer->pulse) return;
+    pulse_set(run->trainer->pulse, (int)run->resource, kind, "%s%s", what,
+              operation_label(run->trainer->schedule, op, label, sizeof label));
+}
+
 static void *run_lane(void *argument) {
     const struct lane_run *run = argument;
     struct trainer *trainer = run->trainer;
     const struct lane *lane = &trainer->schedule->lanes[lane_of(trainer->seat.group, run->resource)];
     for (int i = 0; i < lane->count; i++) {
         int op = lane->ops[i];
+        tell(run, PULSE_WAIT, "waiting to start ", op);
         wait_to_start(trainer, op);
         if (run->resource != RESOURCE_RECV) wait_for_group(trainer, op);
+        if (run->resource == RESOURCE_COMPUTE)
+            tell(run, PULSE_WORK, "", op);
+        else
+            tell(run, PULSE_WAIT, run->resource == RESOURCE_SEND ? "sending " : "receiving ", op);
         double start = seconds_now();
         start = run_half(trainer, run->resource, op, start);
         trainer->spans[run->resource][i] = (struct span){start, finish(trainer, run->resource, op)};
     }
+    pulse_set(trainer->pulse, (int)run->resource, PULSE_NONE, "lane done");
     return NULL;
 }
 
@@ -159,4 +173,5 @@ void run_lanes(struct trainer *trainer) {
     run_lane(&runs[RESOURCE_COMPUTE]);
     for (int resource = RESOURCE_SEND; resource < RESOURCE_COUNT; resource++)
         pthread_join(threads[resource], NULL);
+    pulse_set(trainer->pulse, RESOURCE_COMPUTE, PULSE_WORK, "ending the step");
 }
