@@ -17,7 +17,7 @@ as many of the ranks as its plan has.
 
 #include "baselines/baselines.h"
 #include "sim/sim.h"
-#include "state/checkpoint.h"
+#include "state/state.h"
 
 #include <errno.h>
 #include <fcntl.h>

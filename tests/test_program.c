@@ -9,7 +9,9 @@ really drift into, nothing waits in a circle and no group ever holds more than t
 
 #include "baselines/baselines.h"
 #include "sim/sim.h"
-#include "train/executor.h"
+#include "train/pool.h"
+#include "train/program.h"
+#include "train/verify.h"
 
 #include <math.h>
 #include <stdlib.h>

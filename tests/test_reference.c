@@ -13,6 +13,7 @@ build skips them and relies on golden values.
 
 #include "layers/layers.h"
 #include "state/safetensors.h"
+#include "state/state.h"
 #include "train/data.h"
 
 #include <math.h>

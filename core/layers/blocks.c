@@ -312,24 +312,6 @@ struct expert_pending expert_pending_place(const struct model *model, int layer,
     return place_expert_pending(model, layer, recompute, routed, firsts, &(struct placement){memory, 0});
 }
 
-static floatX **pointers(struct arena *arena, int count) {
-    return arena_alloc(arena, (size_t)(count ? count : 1) * sizeof(floatX *));
-}
-
-struct expert_tensors expert_tensors(struct arena *arena, const struct parameters *parameters, floatX *array,
-                                     int layer, int first_expert, int experts) {
-    struct expert_tensors tensors = {pointers(arena, experts), pointers(arena, experts),
-                                     pointers(arena, experts), pointers(arena, experts)};
-    for (int e = 0; e < experts; e++) {
-        struct ffn_tensors t = ffn_tensors(parameters, array, layer, first_expert + e);
-        tensors.gate_up[e] = t.gate_up;
-        tensors.gate_up_bias[e] = t.gate_up_bias;
-        tensors.down[e] = t.down;
-        tensors.down_bias[e] = t.down_bias;
-    }
-    return tensors;
-}
-
 /* ---- expert block: helpers --------------------------------------------------------------------------- */
 
 static int routed_rows(const struct expert_block *block, const struct expert_part *part) {
@@ -538,36 +520,15 @@ void expert_block_backward_weight(struct context *context, const struct expert_b
 
 /* ---- head -------------------------------------------------------------------------------------------- */
 
-double head_block_forward(struct context *context, const struct head_block *block, floatX *lse,
-                          const floatX *input, const int *targets, int tokens) {
+double head_block_forward_backward(struct context *context, const struct head_block *block, floatX *dinput,
+                                   const floatX *input, const int *targets, int tokens, double scale) {
     const struct model *model = block->model;
     void *mark = scratch_take(context, 0);
     const floatX *normed = normed_again(context, NULL, input, block->norm, tokens, model);
-    double loss =
-        head_forward(context, lse, normed, block->output, targets, tokens, model->hidden, model->vocab);
-    scratch_release(context, mark);
-    return loss;
-}
-
-void head_block_backward_input(struct context *context, const struct head_block *block, floatX *dinput,
-                               const floatX *lse, const floatX *input, const int *targets, int tokens,
-                               double scale) {
-    const struct model *model = block->model;
-    void *mark = scratch_take(context, 0);
-    const floatX *normed = normed_again(context, NULL, input, block->norm, tokens, model);
-    head_backward_input(context, dinput, lse, normed, block->output, targets, tokens, model->hidden,
-                        model->vocab, scale);
+    double loss = head_forward_backward(context, dinput, block->output_gradient, normed, block->output,
+                                        targets, tokens, model->hidden, model->vocab, scale);
     rmsnorm_backward(context, dinput, block->norm_gradient, dinput, input, block->norm, tokens, model->hidden,
                      model->norm_eps, false);
     scratch_release(context, mark);
-}
-
-void head_block_backward_weight(struct context *context, const struct head_block *block, const floatX *lse,
-                                const floatX *input, const int *targets, int tokens, double scale) {
-    const struct model *model = block->model;
-    void *mark = scratch_take(context, 0);
-    const floatX *normed = normed_again(context, NULL, input, block->norm, tokens, model);
-    head_backward_weight(context, block->output_gradient, lse, normed, block->output, targets, tokens,
-                         model->hidden, model->vocab, scale);
-    scratch_release(context, mark);
+    return loss;
 }

@@ -86,13 +86,6 @@ void attention_block_backward_weight(struct context *context, const struct atten
 
 /* ---- expert block ------------------------------------------------------------------------------------ */
 
-/* Pointers to each local expert's tensor, (experts) each. */
-struct expert_tensors {
-    floatX **gate_up, **gate_up_bias, **down, **down_bias;
-};
-struct expert_tensors expert_tensors(struct arena *arena, const struct parameters *parameters, floatX *array,
-                                     int layer, int first_expert, int experts);
-
 struct expert_block {
     const struct model *model;
     int layer;
@@ -151,18 +144,13 @@ void expert_block_backward_weight(struct context *context, const struct expert_b
 
 /* ---- head -------------------------------------------------------------------------------------------- */
 
-/* Final norm and cross-entropy. The head's input (T, H) and lse (T) are all that is kept. */
+/* Final norm and cross-entropy. The head's input (T, H) is all that is kept. */
 struct head_block {
     const struct model *model;
     floatX *norm, *norm_gradient, *output, *output_gradient;
 };
-/* Σ of the tokens' losses */
-double head_block_forward(struct context *context, const struct head_block *block, floatX *lse,
-                          const floatX *input, const int *targets, int tokens);
-void head_block_backward_input(struct context *context, const struct head_block *block, floatX *dinput,
-                               const floatX *lse, const floatX *input, const int *targets, int tokens,
-                               double scale);
-void head_block_backward_weight(struct context *context, const struct head_block *block, const floatX *lse,
-                                const floatX *input, const int *targets, int tokens, double scale);
+/* Σ of the tokens' losses, and dinput (T, H) and the parameters' gradients of scale times that sum. */
+double head_block_forward_backward(struct context *context, const struct head_block *block, floatX *dinput,
+                                   const floatX *input, const int *targets, int tokens, double scale);
 
 #endif

@@ -2,8 +2,7 @@
 Output matrix and cross-entropy.
 
 A vocabulary of 150,000 makes the logits of a long micro-batch larger than all activations together. So they
-are made for a chunk of tokens, used and overwritten; the backward pass makes them once more. Whoever runs
-forward and backward at one go makes them once.
+are made for a chunk of tokens, used and overwritten; and once only, since forward and backward run at one go.
 */
 #include "layers/kernels.h"
 #include "layers/vector_math.h"
@@ -67,13 +66,11 @@ static double chunk_loss(const struct chunk *chunk) {
     return loss;
 }
 
-/* The four entry points differ in what they do with a chunk. */
+/* dx and dweight: both or, forward only, none. */
 struct head {
     const floatX *x, *weight;
     const int *targets;
     int tokens, hidden, vocab;
-    floatX *lse; /* (T) */
-    bool make_lse;
     floatX *dx, *dweight;
     double scale;
 };
@@ -81,56 +78,34 @@ struct head {
 static double head_run(struct context *context, const struct head *head) {
     int step = chunk_tokens(head->tokens, head->vocab), hidden = head->hidden, vocab = head->vocab;
     floatX *logits = scratch_floats(context, (size_t)step * vocab);
+    floatX *lse = scratch_floats(context, (size_t)step);
     double loss = 0;
     for (int first = 0; first < head->tokens; first += step) {
         int rows = head->tokens - first < step ? head->tokens - first : step;
         const floatX *x = head->x + (size_t)first * hidden;
-        struct chunk chunk = {logits, head->lse + first,  head->targets + first, rows,
-                              vocab,  (floatX)head->scale};
+        struct chunk chunk = {logits, lse, head->targets + first, rows, vocab, (floatX)head->scale};
         linear_forward(context, logits, x, head->weight, NULL, rows, hidden, vocab);
-        if (head->make_lse) {
-            workers_run(context->workers, row_tasks(rows), lse_rows, &chunk);
-            loss += chunk_loss(&chunk);
-        }
-        if (head->dx || head->dweight) workers_run(context->workers, row_tasks(rows), gradient_rows, &chunk);
-        if (head->dx)
-            linear_backward_input(context, head->dx + (size_t)first * hidden, logits, head->weight, rows,
-                                  hidden, vocab);
-        if (head->dweight)
-            linear_backward_weight(context, head->dweight, NULL, logits, x, rows, hidden, vocab);
+        workers_run(context->workers, row_tasks(rows), lse_rows, &chunk);
+        loss += chunk_loss(&chunk);
+        if (!head->dx) continue;
+        workers_run(context->workers, row_tasks(rows), gradient_rows, &chunk);
+        linear_backward_input(context, head->dx + (size_t)first * hidden, logits, head->weight, rows, hidden,
+                              vocab);
+        linear_backward_weight(context, head->dweight, NULL, logits, x, rows, hidden, vocab);
     }
     scratch_release(context, logits);
     return loss;
 }
 
-double head_forward(struct context *context, floatX *lse, const floatX *x, const floatX *weight,
-                    const int *targets, int tokens, int hidden, int vocab) {
-    return head_run(context,
-                    &(struct head){x, weight, targets, tokens, hidden, vocab, lse, true, NULL, NULL, 0});
-}
-
-void head_backward_input(struct context *context, floatX *dx, const floatX *lse, const floatX *x,
-                         const floatX *weight, const int *targets, int tokens, int hidden, int vocab,
-                         double scale) {
-    head_run(context, &(struct head){x, weight, targets, tokens, hidden, vocab, (floatX *)(uintptr_t)lse,
-                                     false, dx, NULL, scale});
-}
-
-void head_backward_weight(struct context *context, floatX *dweight, const floatX *lse, const floatX *x,
-                          const floatX *weight, const int *targets, int tokens, int hidden, int vocab,
-                          double scale) {
-    head_run(context, &(struct head){x, weight, targets, tokens, hidden, vocab, (floatX *)(uintptr_t)lse,
-                                     false, NULL, dweight, scale});
+double head_forward(struct context *context, const floatX *x, const floatX *weight, const int *targets,
+                    int tokens, int hidden, int vocab) {
+    return head_run(context, &(struct head){x, weight, targets, tokens, hidden, vocab, NULL, NULL, 0});
 }
 
 double head_forward_backward(struct context *context, floatX *dx, floatX *dweight, const floatX *x,
                              const floatX *weight, const int *targets, int tokens, int hidden, int vocab,
                              double scale) {
-    floatX *lse = scratch_floats(context, (size_t)tokens);
-    double loss = head_run(
-        context, &(struct head){x, weight, targets, tokens, hidden, vocab, lse, true, dx, dweight, scale});
-    scratch_release(context, lse);
-    return loss;
+    return head_run(context, &(struct head){x, weight, targets, tokens, hidden, vocab, dx, dweight, scale});
 }
 
 void head_logits(struct context *context, floatX *logits, const floatX *x, const floatX *weight, int tokens,

@@ -249,18 +249,12 @@ struct permutation permutation_new(struct context *context, const struct route *
 
 /* ---- output head ------------------------------------------------------------------------------------- */
 
-/* Cross-entropy of x (T, H) Wᵀ against targets (T), W (V, H). Logits live for a chunk of tokens only. */
-/* Σ of losses; lse (T) kept for the backward pass. */
-double head_forward(struct context *context, floatX *lse, const floatX *x, const floatX *weight,
-                    const int *targets, int tokens, int hidden, int vocab);
-/* dx (T, H) overwritten, of scale · Σ of losses */
-void head_backward_input(struct context *context, floatX *dx, const floatX *lse, const floatX *x,
-                         const floatX *weight, const int *targets, int tokens, int hidden, int vocab,
-                         double scale);
-void head_backward_weight(struct context *context, floatX *dweight, const floatX *lse, const floatX *x,
-                          const floatX *weight, const int *targets, int tokens, int hidden, int vocab,
-                          double scale);
-/* All three with the logits made once: for whoever runs the head's forward and backward at one go. */
+/* Cross-entropy of x (T, H) Wᵀ against targets (T), W (V, H): Σ of losses. Logits live for a chunk of tokens
+   only. */
+double head_forward(struct context *context, const floatX *x, const floatX *weight, const int *targets,
+                    int tokens, int hidden, int vocab);
+/* The same with dx (T, H), overwritten, and dweight (V, H), added to, of scale · Σ of losses: a chunk's
+   logits are made once for all three. */
 double head_forward_backward(struct context *context, floatX *dx, floatX *dweight, const floatX *x,
                              const floatX *weight, const int *targets, int tokens, int hidden, int vocab,
                              double scale);

@@ -169,6 +169,24 @@ void parameters_initialise(const struct parameters *parameters, floatX *values, 
 
 /* ---- where tensors lie ------------------------------------------------------------------------------- */
 
+static floatX **pointers(struct arena *arena, int count) {
+    return arena_alloc(arena, (size_t)(count ? count : 1) * sizeof(floatX *));
+}
+
+struct expert_tensors expert_tensors(struct arena *arena, const struct parameters *parameters, floatX *array,
+                                     int layer, int first_expert, int experts) {
+    struct expert_tensors tensors = {pointers(arena, experts), pointers(arena, experts),
+                                     pointers(arena, experts), pointers(arena, experts)};
+    for (int e = 0; e < experts; e++) {
+        struct ffn_tensors t = ffn_tensors(parameters, array, layer, first_expert + e);
+        tensors.gate_up[e] = t.gate_up;
+        tensors.gate_up_bias[e] = t.gate_up_bias;
+        tensors.down[e] = t.down;
+        tensors.down_bias[e] = t.down_bias;
+    }
+    return tensors;
+}
+
 floatX *tensor_at(const struct parameters *parameters, floatX *array, const char *name) {
     const struct parameter *parameter = parameters_find(parameters, name);
     return parameter ? array + parameter->offset : NULL;

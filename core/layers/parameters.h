@@ -72,18 +72,15 @@ struct ffn_tensors {
 struct attention_tensors attention_tensors(const struct parameters *parameters, floatX *array, int layer);
 /* expert −1: the shared experts or the dense FFN. All pointers NULL when not in the list. */
 struct ffn_tensors ffn_tensors(const struct parameters *parameters, floatX *array, int layer, int expert);
+/* Pointers to the tensors of each of a number of experts, (experts) each. */
+struct expert_tensors {
+    floatX **gate_up, **gate_up_bias, **down, **down_bias;
+};
+struct expert_tensors expert_tensors(struct arena *arena, const struct parameters *parameters, floatX *array,
+                                     int layer, int first_expert, int experts);
 /* One tensor's place, or NULL. */
 floatX *tensor_at(const struct parameters *parameters, floatX *array, const char *name);
 /* The output matrix (V, H): its own, or the embedding where tied. */
 floatX *head_tensor(const struct parameters *parameters, floatX *array);
-
-/* ---- import ------------------------------------------------------------------------------------------ */
-
-/* Fills values from safetensors files of Qwen3-MoE, GPT-OSS, DeepSeek-MoE or Mixtral, by their own names. A
-   file whose name ends in .index.json says which of the files beside it each tensor is taken from. A tensor
-   that is missing, of another shape or type, in two files, or for which the whole model has no place is an
-   error that names file and tensor, the same on every rank. */
-bool parameters_import(const struct parameters *parameters, floatX *values, const char *const *files,
-                       int file_count, struct errors *errors);
 
 #endif

@@ -30,18 +30,13 @@ struct kept {
     floatX *shared_gate_up, *shared_act; /* (T, 2 D'), (T, D'): shared experts or dense FFN; NULL without */
 };
 
-/* Each (E) pointers to one expert's tensor. */
-struct expert_tables {
-    floatX **gate_up, **gate_up_bias, **down, **down_bias;
-};
-
 struct reference_memory {
     struct arena *arena;
     struct rope rope;
     struct kept *kept;                                        /* (layers) */
     struct attention_tensors *attention, *attention_gradient; /* (layers) */
     struct ffn_tensors *shared, *shared_gradient;             /* (layers) */
-    struct expert_tables *experts, *expert_gradients;         /* (layers) */
+    struct expert_tensors *experts, *expert_gradients;        /* (layers) */
     floatX *output, *final_normed;                            /* (T, H) of the last layer */
 };
 
@@ -243,12 +238,12 @@ static void order_copies(const struct part *part, struct kept *kept) {
 /* ---- routed experts ---------------------------------------------------------------------------------- */
 
 static struct groups gate_up_groups(const struct model *model, const struct kept *kept,
-                                    const struct expert_tables *tables) {
+                                    const struct expert_tensors *tables) {
     return (struct groups){model->moe.experts, kept->counts, tables->gate_up,
                            model->moe.bias ? tables->gate_up_bias : NULL};
 }
 static struct groups down_groups(const struct model *model, const struct kept *kept,
-                                 const struct expert_tables *tables) {
+                                 const struct expert_tensors *tables) {
     return (struct groups){model->moe.experts, kept->counts, tables->down,
                            model->moe.bias ? tables->down_bias : NULL};
 }
@@ -301,8 +296,8 @@ static void experts_backward(const struct part *part, int layer, floatX *dnormed
     const struct model *model = part->model;
     struct context *context = &part->reference->context;
     struct kept *kept = &part->memory->kept[layer];
-    const struct expert_tables *w = &part->memory->experts[layer],
-                               *g = &part->memory->expert_gradients[layer];
+    const struct expert_tensors *w = &part->memory->experts[layer],
+                                *g = &part->memory->expert_gradients[layer];
     int hidden = model->hidden, width = model->moe.expert_hidden, copies = kept->copies;
     struct groups gate_up = gate_up_groups(model, kept, w), down = down_groups(model, kept, w);
     struct groups dgate_up = gate_up_groups(model, kept, g), ddown = down_groups(model, kept, g);
@@ -468,9 +463,7 @@ static void split_tokens(const int *tokens, int sequences, int seq_len, int *inp
 
 static struct step_losses means(const struct model *model, struct step_losses sums, double sequences,
                                 double tokens) {
-    int moe_layers = 0;
-    for (int layer = 0; layer < model->layers; layer++) moe_layers += model_layer_is_moe(model, layer);
-    double layers = moe_layers ? moe_layers : 1;
+    double layers = fmax(model_moe_layers(model), 1);
     sums.cross_entropy /= tokens;
     sums.aux /= sequences * layers;
     sums.z /= tokens * layers;
@@ -497,15 +490,13 @@ static struct step_losses run_batch(struct reference *reference, const struct ba
         part.z_scale = route_z_scale(model, (int64_t)batch->sequences * seq_len);
         split_tokens(batch->tokens + (size_t)first * (seq_len + 1), part.sequences, seq_len, inputs, targets);
         part_forward(&part, inputs, &losses);
-        floatX *lse = scratch_floats(context, (size_t)part.tokens),
-               *output = head_tensor(&reference->parameters, reference->values);
+        const floatX *output = head_tensor(&reference->parameters, reference->values);
         losses.cross_entropy += backward ? part_backward(&part, inputs, targets, 1 / tokens)
-                                         : head_forward(context, lse, part.memory->final_normed, output,
-                                                        targets, part.tokens, model->hidden, model->vocab);
+                                         : head_forward(context, part.memory->final_normed, output, targets,
+                                                        part.tokens, model->hidden, model->vocab);
         if (logits)
             head_logits(context, logits + (size_t)first * seq_len * model->vocab, part.memory->final_normed,
                         output, part.tokens, model->hidden, model->vocab);
-        scratch_release(context, lse);
     }
     scratch_release(context, inputs);
     return means(model, losses, batch->sequences, tokens);
@@ -579,25 +570,6 @@ static void make_kept(struct arena *arena, struct kept *kept, const struct model
     if (model_layer_is_moe(model, layer)) make_route(arena, kept, model, tokens);
 }
 
-static floatX **pointers(struct arena *arena, int count) {
-    return arena_alloc(arena, (size_t)(count ? count : 1) * sizeof(floatX *));
-}
-
-static struct expert_tables expert_tables(struct arena *arena, const struct parameters *parameters,
-                                          floatX *array, int layer) {
-    int experts = model_layer_is_moe(parameters->model, layer) ? parameters->model->moe.experts : 0;
-    struct expert_tables tables = {pointers(arena, experts), pointers(arena, experts),
-                                   pointers(arena, experts), pointers(arena, experts)};
-    for (int e = 0; e < experts; e++) {
-        struct ffn_tensors t = ffn_tensors(parameters, array, layer, e);
-        tables.gate_up[e] = t.gate_up;
-        tables.gate_up_bias[e] = t.gate_up_bias;
-        tables.down[e] = t.down;
-        tables.down_bias[e] = t.down_bias;
-    }
-    return tables;
-}
-
 static struct reference_memory *make_memory(struct arena *arena, struct reference *reference) {
     const struct model *model = reference->model;
     const struct parameters *parameters = &reference->parameters;
@@ -614,13 +586,15 @@ static struct reference_memory *make_memory(struct arena *arena, struct referenc
     memory->experts = arena_alloc(arena, layers * sizeof *memory->experts);
     memory->expert_gradients = arena_alloc(arena, layers * sizeof *memory->expert_gradients);
     for (int layer = 0; layer < model->layers; layer++) {
+        int experts = model_layer_is_moe(model, layer) ? model->moe.experts : 0;
         make_kept(arena, &memory->kept[layer], model, layer, tokens);
         memory->attention[layer] = attention_tensors(parameters, reference->values, layer);
         memory->attention_gradient[layer] = attention_tensors(parameters, reference->gradients, layer);
         memory->shared[layer] = ffn_tensors(parameters, reference->values, layer, -1);
         memory->shared_gradient[layer] = ffn_tensors(parameters, reference->gradients, layer, -1);
-        memory->experts[layer] = expert_tables(arena, parameters, reference->values, layer);
-        memory->expert_gradients[layer] = expert_tables(arena, parameters, reference->gradients, layer);
+        memory->experts[layer] = expert_tensors(arena, parameters, reference->values, layer, 0, experts);
+        memory->expert_gradients[layer] =
+            expert_tensors(arena, parameters, reference->gradients, layer, 0, experts);
     }
     memory->output = floats(arena, tokens, (size_t)model->hidden);
     memory->final_normed = floats(arena, tokens, (size_t)model->hidden);

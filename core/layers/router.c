@@ -198,19 +198,13 @@ struct forced_routing *forced_routing_new(struct arena *arena, const struct mode
 
 /* ---- auxiliary losses -------------------------------------------------------------------------------- */
 
-static int moe_layers(const struct model *model) {
-    int count = 0;
-    for (int layer = 0; layer < model->layers; layer++) count += model_layer_is_moe(model, layer);
-    return count;
-}
-
 double route_aux_scale(const struct model *model, int64_t batch_sequences) {
-    int layers = moe_layers(model);
+    int layers = model_moe_layers(model);
     return layers ? model->moe.aux_loss / ((double)batch_sequences * layers) : 0;
 }
 
 double route_z_scale(const struct model *model, int64_t batch_tokens) {
-    int layers = moe_layers(model);
+    int layers = model_moe_layers(model);
     return layers ? model->moe.z_loss / ((double)batch_tokens * layers) : 0;
 }
 

@@ -33,6 +33,10 @@ bool model_layer_is_moe(const struct model *model, int layer) {
     return layer >= model->moe.dense_layers;
 }
 
+int model_moe_layers(const struct model *model) {
+    return model->layers - model->moe.dense_layers;
+}
+
 int model_layer_window(const struct model *model, int layer) {
     switch (model->attention.window_layers) {
     case WINDOW_ALL:
@@ -104,7 +108,8 @@ double model_expert_parameters(const struct model *model) {
 }
 
 double model_shared_parameters(const struct model *model, int layer) {
-    return ffn_parameters(model, shared_width(model, layer)); /* shared experts are one of their summed width */
+    /* Shared experts are one of their summed width. */
+    return ffn_parameters(model, shared_width(model, layer));
 }
 
 double model_embedding_parameters(const struct model *model) {

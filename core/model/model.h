@@ -81,6 +81,7 @@ double model_wide_bytes(const struct model *model);
 /* ---- structure --------------------------------------------------------------------------------------- */
 
 bool model_layer_is_moe(const struct model *model, int layer);
+int model_moe_layers(const struct model *model); /* how many */
 /* Keys a query of this layer sees at most; 0: all before it. */
 int model_layer_window(const struct model *model, int layer);
 /* Copies per token that travel to the feed-forward side: top_k, or 1 in a dense layer. */

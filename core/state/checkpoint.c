@@ -15,6 +15,7 @@ Every stage ends with all ranks agreeing whether it succeeded everywhere, so non
 #define _GNU_SOURCE /* renameat2, nftw */
 #include "state/checkpoint.h"
 #include "state/safetensors.h"
+#include "state/state.h"
 
 #include <dirent.h>
 #include <errno.h>

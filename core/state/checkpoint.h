@@ -15,7 +15,11 @@ is there is complete. A failed one is removed; one of a killed run is ignored, a
 #ifndef STATE_CHECKPOINT_H
 #define STATE_CHECKPOINT_H
 
-#include "state/state.h"
+#include "base/base.h"
+
+#include <mpi.h>
+
+struct state;
 
 /* Steps done, and the seed that data and noise are drawn from. */
 struct progress_mark {

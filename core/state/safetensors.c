@@ -2,6 +2,7 @@
 The safetensors reader.
 */
 #include "state/safetensors.h"
+#include "state/state.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -158,7 +158,7 @@ static void widen(floatX *to, const uint16_t *from, size_t count) {
 
 static struct element element_of(bool half) {
     if (half) return (struct element){MPI_UINT16_T, sizeof(uint16_t)};
-    return (struct element){sizeof(floatX) == sizeof(double) ? MPI_DOUBLE : MPI_FLOAT, sizeof(floatX)};
+    return (struct element){MPI_FLOATX, sizeof(floatX)};
 }
 
 /* ---- rings ------------------------------------------------------------------------------------------- */
@@ -604,6 +604,18 @@ static void update_part(struct state *state, const struct step *step, const stru
                        state->values + at, gradients, state->half_moment1 + moment,
                        state->half_moment2 + moment, count, first, key);
     }
+}
+
+struct optimizer training_optimizer(const struct training *training) {
+    return (struct optimizer){.learning_rate = training->learning_rate,
+                              .final_learning_rate = training->final_learning_rate,
+                              .warmup_steps = training->warmup_steps,
+                              .steps = training->decay_steps ? training->decay_steps : training->steps,
+                              .beta1 = training->beta1,
+                              .beta2 = training->beta2,
+                              .epsilon = training->epsilon,
+                              .weight_decay = training->weight_decay,
+                              .clip = training->clip};
 }
 
 void state_update(struct state *state, struct context *context, const struct optimizer *optimizer,

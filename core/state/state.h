@@ -17,9 +17,16 @@ element, step and place in the batch alone: a run that is repeated or resumed ha
 #define STATE_H
 
 #include "layers/layers.h"
+#include "state/checkpoint.h"
 #include "state/ranks.h"
 
 #include <mpi.h>
+
+#ifdef FLOATX_DOUBLE
+#define MPI_FLOATX MPI_DOUBLE
+#else
+#define MPI_FLOATX MPI_FLOAT
+#endif
 
 struct slice {
     size_t first, count; /* elements of a bucket */
@@ -86,6 +93,8 @@ double state_gradient_squares(const struct state *state);
 /* AdamW on the slices it updates. scale: of the gradients (clipping). */
 void state_update(struct state *state, struct context *context, const struct optimizer *optimizer,
                   int64_t step, double scale);
+/* The optimizer a manifest's training asks for. */
+struct optimizer training_optimizer(const struct training *training);
 /* With ZeRO: gathers updated values. Collective over the holders. */
 void state_gather(struct state *state);
 
@@ -93,5 +102,14 @@ void state_gather(struct state *state);
    layout; whole is used on rank 0 alone. Collective over comm. */
 void state_collect(const struct state *state, MPI_Comm comm, bool gradients, const struct parameters *whole,
                    floatX *array);
+
+/* ---- import ------------------------------------------------------------------------------------------ */
+
+/* Fills values from safetensors files of Qwen3-MoE, GPT-OSS, DeepSeek-MoE or Mixtral, by their own names. A
+   file whose name ends in .index.json says which of the files beside it each tensor is taken from. A tensor
+   that is missing, of another shape or type, in two files, or for which the whole model has no place is an
+   error that names file and tensor, the same on every rank. */
+bool parameters_import(const struct parameters *parameters, floatX *values, const char *const *files,
+                       int file_count, struct errors *errors);
 
 #endif

@@ -12,15 +12,10 @@ no rank ever holds more activations than the simulated timeline says.
 #ifndef TRAIN_H
 #define TRAIN_H
 
-#include "layers/layers.h"
 #include "plan/plan.h"
-#include "state/checkpoint.h"
+#include "state/state.h"
 #include "train/data.h"
-
-#include <mpi.h>
-
-/* The optimizer a manifest's training asks for. */
-struct optimizer training_optimizer(const struct training *training);
+#include "train/report.h"
 
 struct trainer;
 
@@ -40,15 +35,6 @@ void trainer_resume(struct trainer *trainer, struct progress_mark mark);
    the trainer. */
 void trainer_watch(struct trainer *trainer, struct pulse *pulse);
 
-struct step_report {
-    int64_t step; /* from 0 */
-    struct step_losses losses;
-    double learning_rate, grad_norm; /* before clipping */
-    double seconds, tokens_per_s;    /* wall clock of the slowest rank */
-    double exposed; /* seconds in which a rank's computation waited for a transfer: mean of ranks */
-    bool finite;    /* false: loss or gradient is not; nothing was updated, and the run must end */
-    int bad_rank;   /* the first rank where a number was not finite; −1 */
-};
 /* One step. Errors never come from here but for loss and gradient: a rank that dies takes the run with it. */
 struct step_report trainer_step(struct trainer *trainer);
 
@@ -56,25 +42,9 @@ struct step_report trainer_step(struct trainer *trainer);
    Batches whose top-k margin is below the precision are drawn again from the next seed. Called on all ranks;
    rank 0 then holds a whole model and its gradient twice. */
 void trainer_verify(struct trainer *trainer);
-struct verification {
-    double loss_rel; /* of the loss and each of its parts */
-    double grad_rel; /* largest over the steps verified */
-    char worst_parameter[160];
-    int reseeded; /* batches drawn again */
-};
-struct verification
-trainer_verification(const struct trainer *trainer); /* of rank 0, on all ranks; collective */
+/* Of rank 0, on all ranks. Collective. */
+struct verification trainer_verification(const struct trainer *trainer);
 
-/* Bytes of one rank. */
-struct memory_report {
-    double predicted, predicted_static; /* of the simulated timeline, with this rank's share of experts and
- copies by the plan's routing; static: parameters, gradients and optimizer state */
-    double as_run; /* peak of the schedule's bytes for what was held at one time: transfers that come later
-                      than simulated overlap less, so it may be below predicted, never above */
-    double used, used_static; /* what the rank really held: its peak, and the static part */
-    double workspace; /* scratch of operations, message staging, hand-over buffers: not in the others */
-    double host;      /* optimizer state offloaded */
-};
 /* reports: (ranks), filled on every rank. Peaks are of all steps so far. Collective. */
 void trainer_memory(struct trainer *trainer, struct memory_report *reports);
 int trainer_ranks(const struct trainer *trainer);

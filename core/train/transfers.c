@@ -10,63 +10,30 @@ Rows are sent from and received into the places where they are used, by an MPI d
 buffers in between. Only sums are staged: a token's copies come from several ranks and are added in the ranks'
 order, whichever arrives first.
 */
-#include "train/executor.h"
+#include "train/transfers.h"
+#include "train/cell_memory.h"
+#include "train/waiting.h"
 
 #include <assert.h>
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-
-/* ---- waiting ----------------------------------------------------------------------------------------- */
-
-enum { YIELDS = 50, FIRST_NAP_NS = 20000, LONGEST_NAP_NS = 200000 };
-
-/* Other ranks share the processor: yield for a while, then sleep in growing naps. */
-static void wait_a_little(int *round) {
-    if (++*round <= YIELDS) {
-        sched_yield();
-        return;
-    }
-    long nap = (long)FIRST_NAP_NS * (*round - YIELDS);
-    struct timespec time = {.tv_nsec = nap < LONGEST_NAP_NS ? nap : LONGEST_NAP_NS};
-    nanosleep(&time, NULL);
-}
-
-void wait_all(MPI_Request *requests, int count) {
-    int done = 0, round = 0;
-    for (;;) {
-        MPI_Testall(count, requests, &done, MPI_STATUSES_IGNORE);
-        if (done) return;
-        wait_a_little(&round);
-    }
-}
-
-static MPI_Message wait_for_message(MPI_Comm comm, int source, int tag, MPI_Status *status) {
-    MPI_Message message;
-    for (int found = 0, round = 0;;) {
-        MPI_Improbe(source, tag, comm, &found, &message, status);
-        if (found) return message;
-        wait_a_little(&round);
-    }
-}
 
 /* ---- empty messages ---------------------------------------------------------------------------------- */
 
-void tell_group(struct trainer *trainer, int op, int group) {
-    for (int i = 0; i < group_size(trainer, group); i++)
-        MPI_Send(NULL, 0, MPI_BYTE, peer(trainer, group, i), op, trainer->control);
+void tell_group(struct runner *runner, int op, int group) {
+    for (int i = 0; i < group_size(runner, group); i++)
+        MPI_Send(NULL, 0, MPI_BYTE, peer(runner, group, i), op, runner->control);
 }
 
-void wait_for_group(struct trainer *trainer, int op) {
-    const struct list *waits = &trainer->program.waits;
+void wait_for_group(struct runner *runner, int op) {
+    const struct list *waits = &runner->program.waits;
     for (int i = waits->first[op]; i < waits->first[op + 1]; i++) {
-        const struct operation *on = &trainer->schedule->ops[waits->items[i]];
+        const struct operation *on = &runner->schedule->ops[waits->items[i]];
         int group = on->lanes[on->lane_count - 1] / RESOURCE_COUNT;
-        for (int r = 0; r < group_size(trainer, group); r++) {
+        for (int r = 0; r < group_size(runner, group); r++) {
             MPI_Status status;
             MPI_Message message =
-                wait_for_message(trainer->control, peer(trainer, group, r), waits->items[i], &status);
+                wait_for_message(runner->control, peer(runner, group, r), waits->items[i], &status);
             MPI_Mrecv(NULL, 0, MPI_BYTE, &message, &status);
         }
     }
@@ -83,22 +50,22 @@ struct message {
     int count;
 };
 
-static MPI_Comm comm_of(const struct trainer *trainer, int op) {
-    return trainer->schedule->ops[op].pass == PASS_BACKWARD ? trainer->backward : trainer->forward;
+static MPI_Comm comm_of(const struct runner *runner, int op) {
+    return runner->schedule->ops[op].pass == PASS_BACKWARD ? runner->backward : runner->forward;
 }
 
-static MPI_Datatype rows_type(const struct trainer *trainer, const struct message *message) {
+static MPI_Datatype rows_type(const struct runner *runner, const struct message *message) {
     MPI_Datatype type;
     if (message->row)
-        MPI_Type_create_indexed_block(message->count, 1, message->row, trainer->row, &type);
+        MPI_Type_create_indexed_block(message->count, 1, message->row, runner->row, &type);
     else
-        MPI_Type_contiguous(message->count, trainer->row, &type);
+        MPI_Type_contiguous(message->count, runner->row, &type);
     MPI_Type_commit(&type);
     return type;
 }
 
-static void send_messages(struct trainer *trainer, int op, const struct message *messages, int count) {
-    MPI_Comm comm = comm_of(trainer, op);
+static void send_messages(struct runner *runner, int op, const struct message *messages, int count) {
+    MPI_Comm comm = comm_of(runner, op);
     MPI_Request *requests = must_alloc(2 * (size_t)count * sizeof(MPI_Request) + 1);
     int open = 0;
     for (int i = 0; i < count; i++) {
@@ -106,7 +73,7 @@ static void send_messages(struct trainer *trainer, int op, const struct message 
         MPI_Isend(message->head, (int)message->head_bytes, MPI_BYTE, message->rank, op, comm,
                   &requests[open++]);
         if (!message->count) continue;
-        MPI_Datatype type = rows_type(trainer, message);
+        MPI_Datatype type = rows_type(runner, message);
         MPI_Isend(message->rows, 1, type, message->rank, op, comm, &requests[open++]);
         MPI_Type_free(&type);
     }
@@ -116,9 +83,9 @@ static void send_messages(struct trainer *trainer, int op, const struct message 
 
 /* What this rank's other lanes did before a message could be answered, the receiving lane sees: the order
    came to it round other ranks, which no memory model knows of. */
-static void see_other_lanes(struct trainer *trainer) {
-    pthread_mutex_lock(&trainer->mutex);
-    pthread_mutex_unlock(&trainer->mutex);
+static void see_other_lanes(struct runner *runner) {
+    pthread_mutex_lock(&runner->mutex);
+    pthread_mutex_unlock(&runner->mutex);
 }
 
 static void wait_for_any(MPI_Comm comm, int tag, const struct message *messages, int count) {
@@ -130,8 +97,8 @@ static void wait_for_any(MPI_Comm comm, int tag, const struct message *messages,
 }
 
 /* Fills head and head_bytes of each message, in memory the caller frees. Returns when the first came. */
-static double receive_heads(struct trainer *trainer, int op, struct message *messages, int count) {
-    MPI_Comm comm = comm_of(trainer, op);
+static double receive_heads(struct runner *runner, int op, struct message *messages, int count) {
+    MPI_Comm comm = comm_of(runner, op);
     wait_for_any(comm, op, messages, count);
     double first = seconds_now();
     for (int i = 0; i < count; i++) {
@@ -143,17 +110,17 @@ static double receive_heads(struct trainer *trainer, int op, struct message *mes
         messages[i].head_bytes = (size_t)bytes;
         MPI_Mrecv(messages[i].head, bytes, MPI_BYTE, &message, &status);
     }
-    see_other_lanes(trainer);
+    see_other_lanes(runner);
     return first;
 }
 
-static void receive_rows(struct trainer *trainer, int op, const struct message *messages, int count) {
-    MPI_Comm comm = comm_of(trainer, op);
+static void receive_rows(struct runner *runner, int op, const struct message *messages, int count) {
+    MPI_Comm comm = comm_of(runner, op);
     MPI_Request *requests = must_alloc((size_t)count * sizeof(MPI_Request) + 1);
     int open = 0;
     for (int i = 0; i < count; i++) {
         if (!messages[i].count) continue;
-        MPI_Datatype type = rows_type(trainer, &messages[i]);
+        MPI_Datatype type = rows_type(runner, &messages[i]);
         MPI_Irecv(messages[i].rows, 1, type, messages[i].rank, op, comm, &requests[open++]);
         MPI_Type_free(&type);
     }
@@ -161,10 +128,10 @@ static void receive_rows(struct trainer *trainer, int op, const struct message *
     free(requests);
 }
 
-static struct message *messages_with(const struct trainer *trainer, int group) {
-    int count = group_size(trainer, group);
+static struct message *messages_with(const struct runner *runner, int group) {
+    int count = group_size(runner, group);
     struct message *messages = must_alloc((size_t)count * sizeof *messages);
-    for (int i = 0; i < count; i++) messages[i].rank = peer(trainer, group, i);
+    for (int i = 0; i < count; i++) messages[i].rank = peer(runner, group, i);
     return messages;
 }
 
@@ -173,20 +140,20 @@ static void free_messages(struct message *messages, int count) {
     free(messages);
 }
 
-static struct rows *rows_new(struct trainer *trainer, int count) {
-    return passing_new(trainer, (size_t)count * sizeof(struct rows));
+static struct rows *rows_new(struct runner *runner, int count) {
+    return passing_new(runner, (size_t)count * sizeof(struct rows));
 }
 
-static void rows_room(struct trainer *trainer, struct rows *rows, int count) {
-    rows->row = passing_new(trainer, (size_t)count * sizeof(int));
-    rows->token = passing_new(trainer, (size_t)count * sizeof(int));
+static void rows_room(struct runner *runner, struct rows *rows, int count) {
+    rows->row = passing_new(runner, (size_t)count * sizeof(int));
+    rows->token = passing_new(runner, (size_t)count * sizeof(int));
 }
 
 /* ---- dispatch ---------------------------------------------------------------------------------------- */
 
 /* What a transfer between two groups is about. */
 struct leg {
-    struct trainer *trainer;
+    struct runner *runner;
     struct cell *cell;
     int op, layer, micro_batch;
     int other, others; /* the group at the other end, and its ranks */
@@ -195,7 +162,7 @@ struct leg {
 
 static void dispatch_send(struct leg leg) {
     struct cell *cell = leg.cell;
-    struct message *messages = messages_with(leg.trainer, leg.other);
+    struct message *messages = messages_with(leg.runner, leg.other);
     floatX *middle = cell->slot[ROLE_SENT] ? cell->slot[ROLE_SENT] : cell->attention.middle;
     for (int j = 0; j < leg.others; j++) {
         const struct sent *sent = &cell->sent[j];
@@ -205,32 +172,32 @@ static void dispatch_send(struct leg leg) {
         messages[j].row = sent->row;
         messages[j].count = sent->count;
     }
-    send_messages(leg.trainer, leg.op, messages, leg.others);
+    send_messages(leg.runner, leg.op, messages, leg.others);
     free(messages);
 }
 
 /* Gives each copy announced its row: expert by expert, in an expert sender by sender; then those without one.
  */
 static void place_copies(struct leg leg, const struct message *messages) {
-    struct trainer *trainer = leg.trainer;
+    struct runner *runner = leg.runner;
     struct cell *cell = leg.cell;
-    int experts = trainer->state->experts[leg.layer].experts, rows = 0;
-    int *counts = passing_new(trainer, ((size_t)experts + 1) * sizeof *counts);
+    int experts = runner->state->experts[leg.layer].experts, rows = 0;
+    int *counts = passing_new(runner, ((size_t)experts + 1) * sizeof *counts);
     int *next = must_alloc(((size_t)experts + 2) * sizeof *next);
-    cell->received = rows_new(trainer, leg.others);
+    cell->received = rows_new(runner, leg.others);
     for (int i = 0; i < leg.others; i++) {
         const struct copy *copies = messages[i].head;
         struct rows *received = &cell->received[i];
         received->count = (int)(messages[i].head_bytes / sizeof *copies);
-        rows_room(trainer, received, received->count);
+        rows_room(runner, received, received->count);
         for (int n = 0; n < received->count; n++) counts[copies[n].expert < 0 ? experts : copies[n].expert]++;
         rows += received->count;
     }
     for (int e = 0; e <= experts; e++) next[e + 1] = next[e] + counts[e];
     cell->routed = rows - counts[experts];
     cell->firsts = 0;
-    floatX *weights = passing_new(trainer, (size_t)rows * sizeof *weights);
-    unsigned char *first = passing_new(trainer, (size_t)rows);
+    floatX *weights = passing_new(runner, (size_t)rows * sizeof *weights);
+    unsigned char *first = passing_new(runner, (size_t)rows);
     for (int i = 0; i < leg.others; i++) {
         const struct copy *copies = messages[i].head;
         for (int n = 0; n < cell->received[i].count; n++) {
@@ -249,16 +216,16 @@ static void place_copies(struct leg leg, const struct message *messages) {
 /* Which outputs go to which rank of the next group: to the token's own rank, or, at the end, to the head's
  * rank. */
 static void place_outputs(struct leg leg) {
-    struct trainer *trainer = leg.trainer;
-    const struct ranks *ranks = &trainer->ranks;
+    struct runner *runner = leg.runner;
+    const struct ranks *ranks = &runner->ranks;
     struct cell *cell = leg.cell;
-    int next = ranks->next[leg.layer], there = group_size(trainer, next), replica = trainer->seat.replica;
+    int next = ranks->next[leg.layer], there = group_size(runner, next), replica = runner->seat.replica;
     if (ranks->pipelined || next != ranks->head) {
         cell->returned = cell->received;
         return;
     }
-    cell->returned = rows_new(trainer, there);
-    for (int j = 0; j < there; j++) rows_room(trainer, &cell->returned[j], cell->copies.rows);
+    cell->returned = rows_new(runner, there);
+    for (int j = 0; j < there; j++) rows_room(runner, &cell->returned[j], cell->copies.rows);
     for (int i = 0; i < leg.others; i++) {
         int before = tokens_before(ranks, replica, leg.micro_batch, i), j = 0;
         for (int n = 0; n < cell->received[i].count; n++) {
@@ -274,19 +241,19 @@ static void place_outputs(struct leg leg) {
 }
 
 static double dispatch_receive(struct leg leg) {
-    struct message *messages = messages_with(leg.trainer, leg.other);
-    double first = receive_heads(leg.trainer, leg.op, messages, leg.others);
+    struct message *messages = messages_with(leg.runner, leg.other);
+    double first = receive_heads(leg.runner, leg.op, messages, leg.others);
     if (!leg.again) {
         place_copies(leg, messages);
         place_outputs(leg);
     }
-    take_memory(leg.trainer, leg.op);
+    take_memory(leg.runner, leg.op);
     for (int i = 0; i < leg.others; i++) {
         messages[i].rows = leg.cell->slot[ROLE_EXPERT_INPUT];
         messages[i].row = leg.cell->received[i].row;
         messages[i].count = leg.cell->received[i].count;
     }
-    receive_rows(leg.trainer, leg.op, messages, leg.others);
+    receive_rows(leg.runner, leg.op, messages, leg.others);
     free_messages(messages, leg.others);
     return first;
 }
@@ -294,7 +261,7 @@ static double dispatch_receive(struct leg leg) {
 /* ---- combine ----------------------------------------------------------------------------------------- */
 
 static void combine_send(struct leg leg) {
-    struct message *messages = messages_with(leg.trainer, leg.other);
+    struct message *messages = messages_with(leg.runner, leg.other);
     for (int j = 0; j < leg.others; j++) {
         const struct rows *returned = &leg.cell->returned[j];
         messages[j].head = returned->token;
@@ -303,26 +270,26 @@ static void combine_send(struct leg leg) {
         messages[j].row = returned->row;
         messages[j].count = returned->count;
     }
-    send_messages(leg.trainer, leg.op, messages, leg.others);
+    send_messages(leg.runner, leg.op, messages, leg.others);
     free(messages);
 }
 
 /* Rows of each message one after another in scratch of the receiving lane, to be released by the caller. */
 static void stage_rows(struct leg leg, struct message *messages) {
-    struct trainer *trainer = leg.trainer;
+    struct runner *runner = leg.runner;
     size_t rows = 0;
     for (int i = 0; i < leg.others; i++) rows += (size_t)messages[i].count;
-    floatX *staged = scratch_floats(&trainer->contexts[RESOURCE_RECV], rows * trainer->hidden);
+    floatX *staged = scratch_floats(&runner->contexts[RESOURCE_RECV], rows * runner->hidden);
     for (int i = 0; i < leg.others; i++) {
         messages[i].rows = staged;
         messages[i].row = NULL;
-        staged += (size_t)messages[i].count * trainer->hidden;
+        staged += (size_t)messages[i].count * runner->hidden;
     }
-    receive_rows(trainer, leg.op, messages, leg.others);
+    receive_rows(runner, leg.op, messages, leg.others);
 }
 
 static void unstage_rows(struct leg leg, struct message *messages) {
-    scratch_release(&leg.trainer->contexts[RESOURCE_RECV], messages[0].rows);
+    scratch_release(&leg.runner->contexts[RESOURCE_RECV], messages[0].rows);
     free_messages(messages, leg.others);
 }
 
@@ -333,36 +300,36 @@ static void add_rows(floatX *to, const int *row, const floatX *from, int count, 
     }
 }
 
-static int stream_tokens(const struct trainer *trainer, int layer, int micro_batch) {
-    return layer == trainer->model->layers ? head_tokens(trainer, micro_batch)
-                                           : own_tokens(trainer, micro_batch);
+static int stream_tokens(const struct runner *runner, int layer, int micro_batch) {
+    return layer == runner->model->layers ? head_tokens(runner, micro_batch)
+                                          : own_tokens(runner, micro_batch);
 }
 
 /* The layer's output is the sum of a token's copies; in a pipelined system the rank's own part is there
  * already. */
 static double combine_receive(struct leg leg) {
-    struct trainer *trainer = leg.trainer;
-    struct cell *cell = leg.cell, *above = cell_at(trainer, leg.layer + 1, leg.micro_batch);
-    struct message *messages = messages_with(trainer, leg.other);
-    double first = receive_heads(trainer, leg.op, messages, leg.others);
-    if (!leg.again) cell->combined = rows_new(trainer, leg.others);
+    struct runner *runner = leg.runner;
+    struct cell *cell = leg.cell, *above = cell_at(runner, leg.layer + 1, leg.micro_batch);
+    struct message *messages = messages_with(runner, leg.other);
+    double first = receive_heads(runner, leg.op, messages, leg.others);
+    if (!leg.again) cell->combined = rows_new(runner, leg.others);
     for (int j = 0; j < leg.others; j++) {
         struct rows *combined = &cell->combined[j];
         if (!leg.again) {
             combined->count = (int)(messages[j].head_bytes / sizeof *combined->row);
-            combined->row = passing_new(trainer, messages[j].head_bytes);
+            combined->row = passing_new(runner, messages[j].head_bytes);
             if (combined->count) memcpy(combined->row, messages[j].head, messages[j].head_bytes);
         }
         messages[j].count = combined->count;
     }
-    take_memory(trainer, leg.op);
+    take_memory(runner, leg.op);
     stage_rows(leg, messages);
     if (!leg.again) {
-        int tokens = stream_tokens(trainer, leg.layer + 1, leg.micro_batch);
-        floatX *stream = stream_for(trainer, above, tokens);
-        if (!trainer->ranks.pipelined) memset(stream, 0, (size_t)tokens * trainer->hidden * sizeof *stream);
+        int tokens = stream_tokens(runner, leg.layer + 1, leg.micro_batch);
+        floatX *stream = stream_for(runner, above, tokens);
+        if (!runner->ranks.pipelined) memset(stream, 0, (size_t)tokens * runner->hidden * sizeof *stream);
         for (int j = 0; j < leg.others; j++)
-            add_rows(stream, cell->combined[j].row, messages[j].rows, messages[j].count, trainer->hidden);
+            add_rows(stream, cell->combined[j].row, messages[j].rows, messages[j].count, runner->hidden);
     }
     unstage_rows(leg, messages);
     return first;
@@ -371,31 +338,30 @@ static double combine_receive(struct leg leg) {
 /* ---- combine, backward: the output's gradient to every copy ------------------------------------------ */
 
 static void combine_backward_send(struct leg leg) {
-    struct trainer *trainer = leg.trainer;
-    struct cell *above = cell_at(trainer, leg.layer + 1, leg.micro_batch);
-    struct message *messages = messages_with(trainer, leg.other);
+    struct runner *runner = leg.runner;
+    struct cell *above = cell_at(runner, leg.layer + 1, leg.micro_batch);
+    struct message *messages = messages_with(runner, leg.other);
     for (int j = 0; j < leg.others; j++) {
         messages[j].rows = above->gradient;
         messages[j].row = leg.cell->combined[j].row;
         messages[j].count = leg.cell->combined[j].count;
     }
-    send_messages(trainer, leg.op, messages, leg.others);
+    send_messages(runner, leg.op, messages, leg.others);
     free(messages);
-    if (trainer->ranks.pipelined) return; /* the rank's own part still needs it */
-    passing_free(trainer, above->gradient);
-    above->gradient = NULL;
+    if (runner->ranks.pipelined) return; /* the rank's own part still needs it */
+    passing_free(runner, &above->gradient);
 }
 
 static double combine_backward_receive(struct leg leg) {
-    struct message *messages = messages_with(leg.trainer, leg.other);
-    double first = receive_heads(leg.trainer, leg.op, messages, leg.others);
-    take_memory(leg.trainer, leg.op);
+    struct message *messages = messages_with(leg.runner, leg.other);
+    double first = receive_heads(leg.runner, leg.op, messages, leg.others);
+    take_memory(leg.runner, leg.op);
     for (int j = 0; j < leg.others; j++) {
         messages[j].rows = leg.cell->slot[ROLE_OUTPUT_GRADIENT];
         messages[j].row = leg.cell->returned[j].row;
         messages[j].count = leg.cell->returned[j].count;
     }
-    receive_rows(leg.trainer, leg.op, messages, leg.others);
+    receive_rows(leg.runner, leg.op, messages, leg.others);
     free_messages(messages, leg.others);
     return first;
 }
@@ -403,9 +369,9 @@ static double combine_backward_receive(struct leg leg) {
 /* ---- dispatch, backward: every copy's gradient to its token ------------------------------------------ */
 
 static void dispatch_backward_send(struct leg leg) {
-    struct trainer *trainer = leg.trainer;
+    struct runner *runner = leg.runner;
     struct cell *cell = leg.cell;
-    struct message *messages = messages_with(trainer, leg.other);
+    struct message *messages = messages_with(runner, leg.other);
     for (int i = 0; i < leg.others; i++) {
         const struct rows *received = &cell->received[i];
         floatX *dweights = must_alloc((size_t)received->count * sizeof *dweights + 1);
@@ -416,34 +382,32 @@ static void dispatch_backward_send(struct leg leg) {
         messages[i].row = received->row;
         messages[i].count = received->count;
     }
-    send_messages(trainer, leg.op, messages, leg.others);
+    send_messages(runner, leg.op, messages, leg.others);
     free_messages(messages, leg.others);
-    passing_free(trainer, cell->copy_dweights);
-    cell->copy_dweights = NULL;
+    passing_free(runner, &cell->copy_dweights);
 }
 
 static double dispatch_backward_receive(struct leg leg) {
-    struct trainer *trainer = leg.trainer;
+    struct runner *runner = leg.runner;
     struct cell *cell = leg.cell;
-    int tokens = own_tokens(trainer, leg.micro_batch), top_k = trainer->model->moe.top_k;
-    size_t elements = (size_t)tokens * trainer->hidden;
-    struct message *messages = messages_with(trainer, leg.other);
-    double first = receive_heads(trainer, leg.op, messages, leg.others);
+    int tokens = own_tokens(runner, leg.micro_batch), top_k = runner->model->moe.top_k;
+    size_t elements = (size_t)tokens * runner->hidden;
+    struct message *messages = messages_with(runner, leg.other);
+    double first = receive_heads(runner, leg.op, messages, leg.others);
     for (int j = 0; j < leg.others; j++) messages[j].count = cell->sent[j].count;
-    take_memory(trainer, leg.op);
+    take_memory(runner, leg.op);
     stage_rows(leg, messages);
     floatX *dmiddle = cell->slot[ROLE_MIDDLE_GRADIENT];
-    cell->dweights = passing_new(trainer, (size_t)tokens * top_k * sizeof *cell->dweights);
+    cell->dweights = passing_new(runner, (size_t)tokens * top_k * sizeof *cell->dweights);
     if (cell->local_gradient)
         memcpy(dmiddle, cell->local_gradient, elements * sizeof *dmiddle);
     else
         memset(dmiddle, 0, elements * sizeof *dmiddle);
-    passing_free(trainer, cell->local_gradient);
-    cell->local_gradient = NULL;
+    passing_free(runner, &cell->local_gradient);
     for (int j = 0; j < leg.others; j++) {
         const struct sent *sent = &cell->sent[j];
         const floatX *dweights = messages[j].head;
-        add_rows(dmiddle, sent->row, messages[j].rows, sent->count, trainer->hidden);
+        add_rows(dmiddle, sent->row, messages[j].rows, sent->count, runner->hidden);
         for (int n = 0; n < sent->count; n++)
             if (sent->copies[n].expert >= 0) cell->dweights[sent->place[n]] = dweights[n];
     }
@@ -454,53 +418,50 @@ static double dispatch_backward_receive(struct leg leg) {
 /* ---- point to point: the residual stream, or its gradient, between pipeline stages ------------------- */
 
 static void p2p_send(struct leg leg) {
-    struct trainer *trainer = leg.trainer;
-    struct cell *above = cell_at(trainer, leg.layer + 1, leg.micro_batch);
-    bool backward = trainer->schedule->ops[leg.op].pass == PASS_BACKWARD;
-    struct message message = {.rank = peer(trainer, leg.other, trainer->seat.index),
+    struct runner *runner = leg.runner;
+    struct cell *above = cell_at(runner, leg.layer + 1, leg.micro_batch);
+    bool backward = runner->schedule->ops[leg.op].pass == PASS_BACKWARD;
+    struct message message = {.rank = peer(runner, leg.other, runner->seat.index),
                               .rows = backward ? above->gradient : stream_of(above),
-                              .count = own_tokens(trainer, leg.micro_batch)};
-    send_messages(trainer, leg.op, &message, 1);
-    floatX **sent = backward ? &above->gradient : &above->passing;
-    passing_free(trainer, *sent);
-    *sent = NULL;
+                              .count = own_tokens(runner, leg.micro_batch)};
+    send_messages(runner, leg.op, &message, 1);
+    passing_free(runner, backward ? &above->gradient : &above->passing);
 }
 
 static double p2p_receive(struct leg leg) {
-    struct trainer *trainer = leg.trainer;
-    struct cell *above = cell_at(trainer, leg.layer + 1, leg.micro_batch);
-    int tokens = own_tokens(trainer, leg.micro_batch);
-    struct message message = {.rank = peer(trainer, leg.other, trainer->seat.index), .count = tokens};
-    double first = receive_heads(trainer, leg.op, &message, 1);
-    take_memory(trainer, leg.op);
-    if (trainer->schedule->ops[leg.op].pass == PASS_BACKWARD)
-        message.rows = above->gradient =
-            passing_new(trainer, (size_t)tokens * trainer->hidden * sizeof(floatX));
+    struct runner *runner = leg.runner;
+    struct cell *above = cell_at(runner, leg.layer + 1, leg.micro_batch);
+    int tokens = own_tokens(runner, leg.micro_batch);
+    struct message message = {.rank = peer(runner, leg.other, runner->seat.index), .count = tokens};
+    double first = receive_heads(runner, leg.op, &message, 1);
+    take_memory(runner, leg.op);
+    if (runner->schedule->ops[leg.op].pass == PASS_BACKWARD)
+        message.rows = gradient_for(runner, above, tokens);
     else
-        message.rows = stream_for(trainer, above, tokens);
-    receive_rows(trainer, leg.op, &message, 1);
+        message.rows = stream_for(runner, above, tokens);
+    receive_rows(runner, leg.op, &message, 1);
     free(message.head);
     return first;
 }
 
 /* ---- which transfer ---------------------------------------------------------------------------------- */
 
-static struct leg leg_of(struct trainer *trainer, int op, int other_slot) {
-    const struct operation *it = &trainer->schedule->ops[op];
+static struct leg leg_of(struct runner *runner, int op, int other_slot) {
+    const struct operation *it = &runner->schedule->ops[op];
     int other = it->lanes[other_slot] / RESOURCE_COUNT;
-    return (struct leg){.trainer = trainer,
-                        .cell = cell_at(trainer, it->layer, it->micro_batch),
+    return (struct leg){.runner = runner,
+                        .cell = cell_at(runner, it->layer, it->micro_batch),
                         .op = op,
                         .layer = it->layer,
                         .micro_batch = it->micro_batch,
                         .other = other,
-                        .others = group_size(trainer, other),
+                        .others = group_size(runner, other),
                         .again = it->pass == PASS_RECOMPUTE};
 }
 
-void send_operation(struct trainer *trainer, int op) {
-    const struct operation *it = &trainer->schedule->ops[op];
-    struct leg leg = leg_of(trainer, op, 1);
+void send_operation(struct runner *runner, int op) {
+    const struct operation *it = &runner->schedule->ops[op];
+    struct leg leg = leg_of(runner, op, 1);
     bool backward = it->pass == PASS_BACKWARD;
     switch ((enum kind)it->kind) {
     case KIND_DISPATCH:
@@ -517,9 +478,9 @@ void send_operation(struct trainer *trainer, int op) {
     }
 }
 
-double receive_operation(struct trainer *trainer, int op) {
-    const struct operation *it = &trainer->schedule->ops[op];
-    struct leg leg = leg_of(trainer, op, 0);
+double receive_operation(struct runner *runner, int op) {
+    const struct operation *it = &runner->schedule->ops[op];
+    struct leg leg = leg_of(runner, op, 0);
     bool backward = it->pass == PASS_BACKWARD;
     switch ((enum kind)it->kind) {
     case KIND_DISPATCH:

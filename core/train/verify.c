@@ -6,7 +6,8 @@ Before a step rank 0 takes the run's parameters over, so that any step can be co
 token whose k-th and next logit nearly tie may be routed differently by two correct programs: such a batch is
 drawn again.
 */
-#include "train/executor.h"
+#include "train/verify.h"
+#include "train/waiting.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -23,44 +24,58 @@ static double least_margin(void) {
    rounding (the key's bias has no gradient at all). */
 static const double FLOOR = 1e-3;
 
-void trainer_verify(struct trainer *trainer) {
-    trainer->verifying = true;
-    if (trainer->rank != 0) return;
-    trainer->reference = reference_new(trainer->model, trainer->seq_len, 1, 1, trainer->mark.seed);
-    trainer->reference->forced = trainer->forced;
+struct verifier {
+    struct reference *reference; /* of rank 0, else NULL */
+    struct step_losses losses;   /* the reference's */
+    struct verification worst;
+};
+
+struct verifier *verifier_new(const struct runner *runner, uint64_t seed) {
+    struct verifier *verifier = must_alloc(sizeof *verifier);
+    if (runner->rank != 0) return verifier;
+    verifier->reference = reference_new(runner->model, runner->seq_len, 1, 1, seed);
+    verifier->reference->forced = runner->forced;
+    return verifier;
 }
 
-static int *whole_batch(const struct trainer *trainer, uint64_t seed) {
-    size_t length = (size_t)trainer->seq_len + 1;
-    int64_t sequences = batch_sequences(&trainer->ranks);
+void verifier_free(struct verifier *verifier) {
+    if (!verifier) return;
+    reference_free(verifier->reference);
+    free(verifier);
+}
+
+static int *whole_batch(const struct runner *runner, uint64_t seed) {
+    size_t length = (size_t)runner->seq_len + 1;
+    int64_t sequences = batch_sequences(&runner->ranks);
     int *tokens = must_alloc((size_t)sequences * length * sizeof *tokens);
     for (int64_t s = 0; s < sequences; s++)
-        data_sequence(trainer->data, seed, trainer->mark.step, s, tokens + (size_t)s * length);
+        data_sequence(runner->data, seed, runner->step, s, tokens + (size_t)s * length);
     return tokens;
 }
 
 /* The reference's gradients and losses of a batch with a sufficient margin; returns its seed. */
-static uint64_t run_reference(struct trainer *trainer) {
+static uint64_t run_reference(struct verifier *verifier, const struct runner *runner, uint64_t first) {
     for (uint64_t draw = 0;; draw++) {
-        uint64_t seed = trainer->mark.seed + draw;
-        int *tokens = whole_batch(trainer, seed);
-        struct batch batch = {tokens, (int)batch_sequences(&trainer->ranks), seed, trainer->mark.step};
-        trainer->reference_losses = reference_gradients(trainer->reference, &batch);
+        uint64_t seed = first + draw;
+        int *tokens = whole_batch(runner, seed);
+        struct batch batch = {tokens, (int)batch_sequences(&runner->ranks), seed, runner->step};
+        verifier->losses = reference_gradients(verifier->reference, &batch);
         free(tokens);
-        bool clear = trainer->reference_losses.margin > least_margin();
+        bool clear = verifier->losses.margin > least_margin();
         if (clear || draw + 1 == MOST_DRAWS) return seed;
-        trainer->verification.reseeded++;
+        verifier->worst.reseeded++;
     }
 }
 
-void verify_batch(struct trainer *trainer) {
-    struct reference *reference = trainer->reference;
-    state_collect(trainer->state, trainer->comm, false, reference ? &reference->parameters : NULL,
+uint64_t verify_batch(struct verifier *verifier, const struct runner *runner, uint64_t seed) {
+    struct reference *reference = verifier->reference;
+    state_collect(runner->state, runner->comm, false, reference ? &reference->parameters : NULL,
                   reference ? reference->values : NULL);
-    if (reference) trainer->batch_seed = run_reference(trainer);
+    if (reference) seed = run_reference(verifier, runner, seed);
     MPI_Request request;
-    MPI_Ibcast(&trainer->batch_seed, 1, MPI_UINT64_T, 0, trainer->comm, &request);
+    MPI_Ibcast(&seed, 1, MPI_UINT64_T, 0, runner->comm, &request);
     wait_all(&request, 1);
+    return seed;
 }
 
 /* Of two differences the one that counts: a NaN stays, whatever comes behind it. */
@@ -82,8 +97,8 @@ double relative_difference(const floatX *found, const floatX *expected, size_t c
 }
 
 /* The loss and each of its parts: an auxiliary loss may be a small part of the whole. */
-static void compare_losses(struct trainer *trainer) {
-    const struct step_losses *found = &trainer->report.losses, *expected = &trainer->reference_losses;
+static void compare_losses(struct verifier *verifier, const struct step_losses *found) {
+    const struct step_losses *expected = &verifier->losses;
     const double pairs[][2] = {{found->total, expected->total},
                                {found->cross_entropy, expected->cross_entropy},
                                {found->aux, expected->aux},
@@ -91,15 +106,14 @@ static void compare_losses(struct trainer *trainer) {
     for (size_t i = 0; i < COUNT(pairs); i++) {
         double off = fabs(pairs[i][0] - pairs[i][1]);
         if (pairs[i][1] != 0) off /= fabs(pairs[i][1]);
-        trainer->verification.loss_rel = larger_or_nan(trainer->verification.loss_rel, off);
+        verifier->worst.loss_rel = larger_or_nan(verifier->worst.loss_rel, off);
     }
 }
 
-static void compare(struct trainer *trainer, const floatX *found) {
-    const struct reference *reference = trainer->reference;
-    struct verification *worst = &trainer->verification;
+static void compare_gradients(struct verifier *verifier, const floatX *found) {
+    const struct reference *reference = verifier->reference;
+    struct verification *worst = &verifier->worst;
     double floor = FLOOR * largest_of(reference->gradients, reference->parameters.total);
-    compare_losses(trainer);
     for (int i = 0; i < reference->parameters.count; i++) {
         const struct parameter *p = &reference->parameters.list[i];
         double relative =
@@ -111,16 +125,16 @@ static void compare(struct trainer *trainer, const floatX *found) {
     }
 }
 
-void verify_gradients(struct trainer *trainer) {
-    const struct reference *reference = trainer->reference;
+void verify_step(struct verifier *verifier, const struct runner *runner, const struct step_losses *losses) {
+    const struct reference *reference = verifier->reference;
     floatX *found = reference ? must_alloc(reference->parameters.total * sizeof *found) : NULL;
-    state_collect(trainer->state, trainer->comm, true, reference ? &reference->parameters : NULL, found);
-    if (reference) compare(trainer, found);
+    state_collect(runner->state, runner->comm, true, reference ? &reference->parameters : NULL, found);
+    if (!reference) return;
+    compare_losses(verifier, losses);
+    compare_gradients(verifier, found);
     free(found);
 }
 
-struct verification trainer_verification(const struct trainer *trainer) {
-    struct verification verification = trainer->verification;
-    MPI_Bcast(&verification, (int)sizeof verification, MPI_BYTE, 0, trainer->comm);
-    return verification;
+struct verification verifier_found(const struct verifier *verifier) {
+    return verifier->worst;
 }
