@@ -45,6 +45,13 @@ void judge_free(struct judge *judge) {
     free(judge);
 }
 
+void judge_pass(struct judge *judge, double seconds) {
+    for (int rank = 0; rank < judge->ranks; rank++) {
+        judge->list[rank].unheard += seconds;
+        judge->list[rank].quiet += seconds;
+    }
+}
+
 void judge_hear(struct judge *judge, int rank, const struct sign *sign) {
     struct watched *it = &judge->list[rank];
     if (sign->life != it->last.life || sign->step != it->last.step) it->quiet = 0;
@@ -147,11 +154,7 @@ static void name(struct judge *judge, int rank, double seconds, bool *named, str
     *named = silent;
 }
 
-bool judge_pass(struct judge *judge, double seconds, struct text *says) {
-    for (int rank = 0; rank < judge->ranks; rank++) {
-        judge->list[rank].unheard += seconds;
-        judge->list[rank].quiet += seconds;
-    }
+bool judge_say(struct judge *judge, struct text *says) {
     if (must_end(judge, says)) return true;
     for (int rank = 0; rank < judge->ranks; rank++)
         name(judge, rank, silence(&judge->list[rank]), &judge->list[rank].named, says);
@@ -239,10 +242,10 @@ static bool speaks(const struct watch *watch) {
     return true;
 }
 
-static void judge_now(struct watch *watch, double seconds) {
+static void judge_now(struct watch *watch) {
     struct text says = {0};
     take_signs(watch);
-    bool over = judge_pass(watch->judge, seconds, &says);
+    bool over = judge_say(watch->judge, &says);
     if (says.text && speaks(watch)) {
         fputs(says.text, stderr);
         fflush(stderr);
@@ -265,32 +268,40 @@ static bool pause_a_while(struct watch *watch) {
     return stopped;
 }
 
+/* Seconds of this watch's own life since *before: while this process was stopped, the others may have been.
+ */
+static void pass_time(struct watch *watch, double *before) {
+    double now = seconds_now();
+    if (watch->judge) judge_pass(watch->judge, fmin(now - *before, 2 * watch->pause));
+    *before = now;
+}
+
 /* After the run: says that this rank has ended, and a judge hears it of all. */
-static void take_leave(struct watch *watch) {
+static void take_leave(struct watch *watch, double before) {
     const struct timespec nap = {.tv_nsec = 1000 * 1000};
     struct sign last = own_sign(watch, true);
-    bool said = false, sent = false;
-    double before = seconds_now();
-    while (!sent || (watch->judge && !judge_all_ended(watch->judge))) {
+    for (bool said = false, sent = false; !sent || (watch->judge && !judge_all_ended(watch->judge));) {
+        pass_time(watch, &before);
         sent = give_signs(watch, NULL);
-        if (sent && !said) sent = give_signs(watch, &last), said = true;
-        double now = seconds_now();
-        if (watch->judge) judge_now(watch, fmin(now - before, 2 * watch->pause));
-        before = now;
+        if (sent && !said) {
+            sent = give_signs(watch, &last);
+            said = true;
+        }
+        if (watch->judge) judge_now(watch);
         nanosleep(&nap, NULL);
     }
 }
 
 static void *keep_watch(void *argument) {
     struct watch *watch = argument;
-    for (double before = seconds_now(); !pause_a_while(watch);) {
+    double before = seconds_now();
+    while (!pause_a_while(watch)) {
         struct sign sign = own_sign(watch, false);
+        pass_time(watch, &before);
         give_signs(watch, &sign);
-        double now = seconds_now();
-        if (watch->judge) judge_now(watch, fmin(now - before, 2 * watch->pause));
-        before = now;
+        if (watch->judge) judge_now(watch);
     }
-    take_leave(watch);
+    take_leave(watch, before);
     return NULL;
 }
 

@@ -29,10 +29,11 @@ struct judge;
 /* warning, end: seconds of silence after which a rank is named, and after which the run ends (0: never). */
 struct judge *judge_new(int ranks, double warning, double end);
 void judge_free(struct judge *judge);
+void judge_pass(struct judge *judge, double seconds); /* time that has passed, before what was heard in it */
 void judge_hear(struct judge *judge, int rank, const struct sign *sign);
-/* Seconds that have passed since the last call. Adds to `says`, for each rank that has become silent or is
-   heard again, a line; true when the run must end, then the line says so. */
-bool judge_pass(struct judge *judge, double seconds, struct text *says);
+/* Adds to `says`, for each rank that has become silent or is heard again, a line; true when the run must end,
+   then the line says so. */
+bool judge_say(struct judge *judge, struct text *says);
 bool judge_misses(const struct judge *judge, int rank); /* no sign for `warning` seconds */
 bool judge_all_ended(const struct judge *judge);
 
