@@ -256,6 +256,18 @@ expect 0 import "$work/config.json"
 cmp -s "$work/out" "$work/mixtral.json" || fail "import --output writes something else"
 json 'm = json.load(open(sys.argv[1])); assert (m["layers"], m["hidden"], m["moe"]["top_k"]) == (32, 4096, 2)' "$work/out"
 expect 0 check "${one[@]}" --set "model=$work/mixtral.json" --set model.layers=2
+# Its own input by any name: nothing is written.
+mkdir "$work/beside"
+ln "$work/config.json" "$work/hard.json"
+ln -s ../config.json "$work/beside/soft.json"
+cp "$work/config.json" "$work/before.json"
+for same in "$work/config.json" "$work/./beside/../config.json" "$work/hard.json" "$work/beside/soft.json"; do
+    expect 2 import "$work/config.json" --output "$same"
+    err_named
+    err_has "--output: found $same, the file that is read"
+    cmp -s "$work/config.json" "$work/before.json" || fail "--output $same changed the input"
+done
+expect 2 import "$work/beside/soft.json" --output "$work/config.json"
 expect 2 import "$work/small.json"
 err_named
 expect 2 import "$work/none.json"

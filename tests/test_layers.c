@@ -9,12 +9,14 @@ products without rows, logits that are no numbers.
 #include <cmocka.h>
 
 #include "layers/layers.h"
+#include "plan/plan.h"
 #include "state/safetensors.h"
 #include "train/data.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #ifdef FLOATX_DOUBLE
@@ -238,7 +240,7 @@ static void capacity(void **state) {
     struct model model = small_model();
     struct router_test test;
     fill_skewed(&test);
-    model.moe.capacity_factor = 1; /* ceil(6 · 2 / 6) = 2 copies an expert and sequence */
+    model.moe.capacity_factor = 1; /* 6 · 2 / 6 = 2 copies an expert and sequence */
     route_tokens(&test, &model, 2);
     for (int t = 0; t < 12; t++)
         for (int k = 0; k < 2; k++) {
@@ -256,6 +258,34 @@ static void capacity(void **state) {
     assert_memory_equal(test.weights, free_test.weights, sizeof test.weights);
     assert_int_equal(test.ids[0], 0);
     assert_int_equal(test.ids[1], 3);
+}
+
+/* 1.1 · 100 · 2 ÷ 4 is 55 copies, though the product is a hair above; what the router keeps is what the plan
+   counts on. */
+static void capacity_as_planned(void **state) {
+    (void)state;
+    enum { EXPERTS = 4, TOP_K = 2, SEQ_LEN = 100 };
+    static const int kept[EXPERTS] = {55, 55, 40, 20}, gpus[2 * EXPERTS] = {0, 1, 2, 3, 4};
+    double share[EXPERTS] = {0.4, 0.3, 0.2, 0.1};
+    struct model model = small_model();
+    model.moe.experts = EXPERTS, model.moe.top_k = TOP_K, model.moe.capacity_factor = 1.1;
+    struct arena *arena = arena_new();
+    struct context context = {0};
+    floatX logits[SEQ_LEN * EXPERTS] = {0}, weights[SEQ_LEN * TOP_K];
+    int ids[SEQ_LEN * TOP_K], found[EXPERTS] = {0};
+    unsigned char stays[SEQ_LEN * TOP_K];
+    struct route route = {logits, ids, weights, stays};
+    route_forward(&context, &model, &route, forced_routing_new(arena, &model, share, SEQ_LEN), 0, 1, SEQ_LEN);
+    for (int copy = 0; copy < SEQ_LEN * TOP_K; copy++) found[ids[copy]] += stays[copy];
+    struct point point = {.model = &model, .seq_len = SEQ_LEN, .micro_batch_size = 1, .routing.share = share};
+    struct plan plan = {.point = &point};
+    struct sides sides = {gpus, 1, gpus + 1, EXPERTS, gpus, 1};
+    for (int e = 0; e < EXPERTS; e++) {
+        assert_int_equal(found[e], kept[e]);
+        double bytes = plan_gpu_layer_memory(&plan, 0, sides, e).expert_input;
+        assert_true(fabs(bytes / model_hidden_bytes(&model) - kept[e]) < 1e-9);
+    }
+    arena_free(arena);
 }
 
 static void auxiliary_losses(void **state) {
@@ -848,6 +878,134 @@ static void optimizer(void **state) {
     free(whole), free(m_whole), free(v_whole);
 }
 
+/* Summing N times the same g > 0: the j-th addition rounds at u ≤ 2⁻⁷ j g, its variance is at most g u,
+   together at most 2⁻⁸ N² g²: whatever N, an element is off by at most 1/16 of itself, root mean square.
+   Second moments decay likewise: each step's variance is at most (1 − β₂) 2⁻⁷ of their square, and what is
+   old fades twice as fast, so that again 2⁻⁸ are left, whatever β₂. */
+static const double DEVIATION = 1.0 / 16;
+
+static double norm_of(const uint16_t *x, int count) {
+    double sum = 0;
+    for (int i = 0; i < count; i++) sum += pow(bf16_to_float(x[i]), 2);
+    return sqrt(sum);
+}
+
+/* 4,096 small gradients come to their sum, where rounding to nearest stops at half of it. */
+static void bf16_sums_of_many(void **state) {
+    (void)state;
+    enum { MANY = 4096, ELEMENTS = 4096 };
+    struct context context = {0};
+    struct rng rng = rng_seed(3);
+    floatX *g = must_alloc(ELEMENTS * sizeof *g);
+    uint16_t *sums = must_alloc(ELEMENTS * 2), *nearest = must_alloc(ELEMENTS * 2);
+    double squares = 0, bias = 0;
+    for (int i = 0; i < ELEMENTS; i++) {
+        g[i] = (floatX)((1 + rng_uniform(&rng)) * (i % 2 ? -0x1p-9 : 0x1p-9));
+        squares += pow((double)g[i] * MANY, 2);
+    }
+    for (int n = 0; n < MANY; n++) {
+        add_bf16(&context, sums, g, ELEMENTS, 0, rng_seed_of((uint64_t[]){7, (uint64_t)n}, 2));
+        for (int i = 0; i < ELEMENTS; i++)
+            nearest[i] = bf16_from_float(bf16_to_float(nearest[i]) + (float)g[i]);
+    }
+    for (int i = 0; i < ELEMENTS; i++)
+        bias += (bf16_to_float(sums[i]) / ((double)g[i] * MANY) - 1) / ELEMENTS;
+    /* five deviations of a mean over 4,096 elements; in the norm also half of the elements' variance */
+    double five = 5 * DEVIATION / sqrt(ELEMENTS), off = norm_of(sums, ELEMENTS) / sqrt(squares) - 1;
+    if (fabs(bias) > five) fail_msg("sums are off by %g of themselves on average, allowed is %g", bias, five);
+    if (fabs(off) > DEVIATION * DEVIATION / 2 + 1.1 * five) fail_msg("the norm is off by %g", off);
+    assert_true(norm_of(nearest, ELEMENTS) < 0.6 * sqrt(squares));
+    free(g), free(sums), free(nearest);
+}
+
+/* A quarter of the last place: up in a quarter of all cases, each element and key for itself. */
+static void bf16_rounding_is_fair(void **state) {
+    (void)state;
+    enum { ELEMENTS = 1 << 15 };
+    struct context context = {0};
+    floatX *quarter = must_alloc(ELEMENTS * sizeof *quarter);
+    uint16_t *up[2];
+    const uint16_t one = bf16_from_float(1);
+    int agree[3] = {0}, rounded_up = 0;
+    for (int k = 0; k < 2; k++) {
+        up[k] = must_alloc((ELEMENTS + 1) * 2);
+        for (int i = 0; i < ELEMENTS; i++) up[k][i] = one, quarter[i] = (floatX)0x1p-9;
+        add_bf16(&context, up[k], quarter, ELEMENTS, 0, (uint64_t)k);
+    }
+    for (int i = 0; i < ELEMENTS; i++) {
+        assert_in_range(up[0][i], one, one + 1);
+        rounded_up += up[0][i] > one;
+        agree[0] += up[0][i] == up[1][i];
+        agree[1] += i > 0 && up[0][i] == up[0][i - 1];
+        agree[2] += i > 0 && up[0][i] == up[1][i - 1]; /* the next key is not this one, moved on */
+    }
+    double places = 5 * sqrt(0.25 * 0.75 * ELEMENTS), pairs = 5 * sqrt(0.625 * 0.375 * ELEMENTS) + 1;
+    assert_true(fabs(rounded_up - 0.25 * ELEMENTS) < places);
+    for (size_t i = 0; i < COUNT(agree); i++) assert_true(fabs(agree[i] - 0.625 * ELEMENTS) < pairs);
+    /* what can be represented stays, and what is not finite */
+    const floatX plain[] = {0.5, -1, 0, (floatX)INFINITY, (floatX)-INFINITY, (floatX)NAN};
+    uint16_t sums[COUNT(plain)] = {0};
+    for (uint64_t key = 0; key < 64; key++) {
+        memset(sums, 0, sizeof sums);
+        add_bf16(&context, sums, plain, COUNT(plain), 0, key);
+        for (size_t i = 0; i < 5; i++) assert_true(bf16_to_float(sums[i]) == (float)plain[i]);
+        assert_true(isnan(bf16_to_float(sums[5])));
+    }
+    free(quarter), free(up[0]), free(up[1]);
+}
+
+/* The same bits whatever thread adds an element, in whichever piece, and every time. */
+static void bf16_sums_by_threads(void **state) {
+    (void)state;
+    enum { ELEMENTS = 100003, CUT = 34567 };
+    struct context plain = {0}, threads = {.workers = workers_new(4)};
+    floatX *g = randoms(ELEMENTS, 1);
+    uint16_t *a = must_alloc(ELEMENTS * 2), *b = must_alloc(ELEMENTS * 2), *c = must_alloc(ELEMENTS * 2);
+    for (uint64_t key = 1; key < 6; key++) {
+        add_bf16(&plain, a, g, ELEMENTS, 0, key);
+        add_bf16(&threads, b, g, ELEMENTS, 0, key);
+        add_bf16(&threads, c + CUT, g + CUT, ELEMENTS - CUT, CUT, key);
+        add_bf16(&plain, c, g, CUT, 0, key);
+    }
+    assert_memory_equal(a, b, ELEMENTS * 2);
+    assert_memory_equal(a, c, ELEMENTS * 2);
+    add_bf16(&plain, a, g, ELEMENTS, 0, 6);
+    add_bf16(&plain, b, g, ELEMENTS, 0, 7);
+    assert_memory_not_equal(a, b, ELEMENTS * 2);
+    workers_free(threads.workers);
+    free(g), free(a), free(b), free(c);
+}
+
+/* Second moments in BF16 follow a gradient that has become small, where a step changes them by less than half
+   of their last place: from 1 down to 0.01 with β₂ 0.95, 0.99 and 0.999. */
+static void bf16_moments_decay(void **state) {
+    (void)state;
+    enum { ELEMENTS = 4096 };
+    const double betas[] = {0.95, 0.99, 0.999};
+    struct context context = {0};
+    for (size_t b = 0; b < COUNT(betas); b++) {
+        struct optimizer o = optimizer_default();
+        o.beta2 = betas[b];
+        int steps = (int)ceil(8 / (1 - betas[b]));
+        floatX *values = must_alloc(ELEMENTS * sizeof *values), *g = must_alloc(ELEMENTS * sizeof *g);
+        uint16_t *m = must_alloc(ELEMENTS * 2), *v = must_alloc(ELEMENTS * 2);
+        double exact = 1, bias = 0, variance = 0;
+        for (int i = 0; i < ELEMENTS; i++) g[i] = (floatX)0.1, v[i] = bf16_from_float(1);
+        for (int step = 0; step < steps; step++) {
+            adamw_bf16(&context, &o, step, 1, false, values, g, m, v, ELEMENTS, 0, (uint64_t)step);
+            exact = betas[b] * exact + (1 - betas[b]) * pow((double)g[0], 2);
+        }
+        for (int i = 0; i < ELEMENTS; i++) {
+            double off = bf16_to_float(v[i]) / exact - 1;
+            bias += off / ELEMENTS;
+            variance += off * off / ELEMENTS;
+        }
+        if (fabs(bias) > 5 * DEVIATION / sqrt(ELEMENTS) || sqrt(variance) > 1.1 * DEVIATION)
+            fail_msg("beta2 %g: off by %g on average, deviation %g", betas[b], bias, sqrt(variance));
+        free(values), free(g), free(m), free(v);
+    }
+}
+
 /* ---- parameters, data, safetensors ------------------------------------------------------------------- */
 
 static bool keep_second_half(void *context, const struct parameter *p) {
@@ -931,6 +1089,21 @@ static void text_errors(void **state) {
     assert_null(data_open_text("/nonexistent", 5, 128, &errors));
     errors_free(&errors);
     const char *file = temporary("abcdefgh", 8);
+    /* what never ends, and what is too long: a hole of 2 GiB */
+    char pipe[64];
+    snprintf(pipe, sizeof pipe, "%s.pipe", file);
+    assert_int_equal(mkfifo(pipe, 0600), 0);
+    const char *const others[][2] = {
+        {"/dev/zero", "a device"}, {"/dev", "a folder"}, {pipe, "a pipe"}, {file, "GB"}};
+    assert_int_equal(truncate(file, 2LL << 30), 0);
+    for (size_t i = 0; i < COUNT(others); i++) {
+        assert_null(data_open_text(others[i][0], 5, 128, &errors));
+        assert_int_equal(errors.count, 1);
+        assert_non_null(strstr(errors.messages[0], others[i][1]));
+        errors_free(&errors);
+    }
+    unlink(pipe);
+    assert_int_equal(truncate(file, 8), 0);
     struct data *data = data_open_text(file, 5, 128, &errors);
     int tokens[6];
     for (int s = 0; s < 50; s++) {
@@ -1005,6 +1178,7 @@ int main(void) {
         cmocka_unit_test(tiled_attention),
         cmocka_unit_test(extreme_scores),
         cmocka_unit_test(capacity),
+        cmocka_unit_test(capacity_as_planned),
         cmocka_unit_test(auxiliary_losses),
         cmocka_unit_test(damaged_logits),
         cmocka_unit_test(forced_shares),
@@ -1014,6 +1188,10 @@ int main(void) {
         cmocka_unit_test(blocks_equal_reference),
         cmocka_unit_test(kept_bytes_are_as_modelled),
         cmocka_unit_test(optimizer),
+        cmocka_unit_test(bf16_sums_of_many),
+        cmocka_unit_test(bf16_rounding_is_fair),
+        cmocka_unit_test(bf16_sums_by_threads),
+        cmocka_unit_test(bf16_moments_decay),
         cmocka_unit_test(parameter_lists),
         cmocka_unit_test(markov_entropy),
         cmocka_unit_test(text_errors),

@@ -10,6 +10,7 @@ time, the sizes that the models' makers publish, and imports of their configurat
 
 #include "model/model.h"
 
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -311,6 +312,29 @@ static void layers_have_their_kind_and_window(void **state) {
     }
 }
 
+/* By whole numbers, with factors of two decimals; S where there is none, or more than S would fit. */
+static void capacities_by_whole_numbers(void **state) {
+    (void)state;
+    struct model m = everything();
+    struct rng rng = rng_seed(5);
+    for (int i = 0; i < cases(200000); i++) {
+        long long percent = 1 + rng_below(&rng, 300), seq_len = 1 + rng_below(&rng, 32768);
+        m.moe.experts = 1 + rng_below(&rng, 256);
+        m.moe.top_k = 1 + rng_below(&rng, m.moe.experts);
+        m.moe.capacity_factor = (double)percent / 100;
+        long long parts = 100LL * m.moe.experts,
+                  copies = (percent * seq_len * m.moe.top_k + parts - 1) / parts;
+        int found = model_expert_capacity(&m, (int)seq_len);
+        if (found != (copies < seq_len ? copies : seq_len))
+            fail_msg("%lld %% of %lld tokens, top %d of %d: %d copies, expected %lld", percent, seq_len,
+                     m.moe.top_k, m.moe.experts, found, copies);
+    }
+    m.moe.capacity_factor = 0;
+    assert_int_equal(model_expert_capacity(&m, 77), 77);
+    m.moe.capacity_factor = 1e6;
+    assert_int_equal(model_expert_capacity(&m, INT_MAX), INT_MAX);
+}
+
 /* ---- work, counted by loops -------------------------------------------------------------------------- */
 
 static double count_core_flops(const struct model *m, int layer, int seq_len) {
@@ -544,14 +568,15 @@ static void departures_are_in_the_source(void **state) {
     cJSON_Delete(deepseek.node);
 }
 
-/* Sets one key of a fixture; the import has to fail with one error that names the key. */
-static void assert_refused(struct bench *bench, const char *name, const char *key, const char *value) {
+/* Sets one key of a fixture; the import has to fail with one error that names the path. */
+static void assert_refused(struct bench *bench, const char *name, const char *key, const char *value,
+                           const char *path) {
     struct json config = fixture(bench, name);
     assert_true(json_set_path(config.node, key, cJSON_Parse(value)));
     struct model m;
     if (model_import(config, &m)) fail_msg("%s: %s = %s was imported", name, key, value);
     assert_int_equal(bench->errors.count, 1);
-    char *start = arena_printf(bench->arena, "%s: %s: ", config.file, key);
+    char *start = arena_printf(bench->arena, "%s: %s: ", config.file, path);
     if (strncmp(bench->errors.messages[0], start, strlen(start)) != 0)
         fail_msg("%s does not begin with %s", bench->errors.messages[0], start);
     errors_free(&bench->errors);
@@ -561,37 +586,110 @@ static void assert_refused(struct bench *bench, const char *name, const char *ke
 static void other_mathematics_is_refused(void **state) {
     struct bench *bench = *state;
     static const struct {
-        const char *name, *key, *value;
+        const char *name, *key, *value, *path; /* path: of what is named, where it is not the key */
     } wrong[] = {
-        {"qwen3-235b", "model_type", "\"llama\""},
-        {"qwen3-235b", "model_type", "7"},
-        {"qwen3-235b", "hidden_act", "\"gelu\""},
-        {"qwen3-235b", "decoder_sparse_step", "2"},
-        {"qwen3-235b", "mlp_only_layers", "[0]"},
-        {"qwen3-235b", "use_sliding_window", "true"},
-        {"qwen3-235b", "rope_scaling", "{\"rope_type\": \"yarn\", \"factor\": 4.0}"},
-        {"qwen3-235b", "rope_scaling", "{\"type\": \"linear\", \"factor\": 4.0}"},
-        {"qwen3-235b", "rope_parameters", "{\"rope_type\": \"yarn\"}"},
-        {"qwen3-235b", "attention_dropout", "0.1"},
-        {"qwen3-235b", "num_experts_per_tok", "129"},
-        {"qwen3-235b", "num_key_value_heads", "5"},
-        {"qwen3-235b", "n_shared_experts", "1"},
-        {"qwen3-235b", "mystery", "1"},
-        {"qwen3-235b", "hidden_size", "\"4096\""},
-        {"gpt-oss-120b", "swiglu_limit", "5.0"},
-        {"gpt-oss-120b", "layer_types", "[\"full_attention\"]"},
-        {"gpt-oss-120b", "layer_types", "3"},
-        {"gpt-oss-120b", "experts_per_token", "8"},
-        {"gpt-oss-120b", "rope_scaling", "{\"rope_type\": \"llama3\"}"},
-        {"deepseek-moe-16b", "moe_layer_freq", "2"},
-        {"deepseek-moe-16b", "scoring_func", "\"sigmoid\""},
-        {"deepseek-moe-16b", "first_k_dense_replace", "29"},
-        {"deepseek-moe-16b", "kv_lora_rank", "512"},
-        {"deepseek-moe-16b", "routed_scaling_factor", "2.5"},
-        {"mixtral-8x7b", "router_jitter_noise", "0.1"},
+        {"qwen3-235b", "model_type", "\"llama\"", NULL},
+        {"qwen3-235b", "model_type", "7", NULL},
+        {"qwen3-235b", "hidden_act", "\"gelu\"", NULL},
+        {"qwen3-235b", "decoder_sparse_step", "2", NULL},
+        {"qwen3-235b", "mlp_only_layers", "[0]", NULL},
+        {"qwen3-235b", "mlp_only_layers", "0", NULL},
+        {"qwen3-235b", "use_sliding_window", "true", NULL},
+        {"qwen3-235b", "layer_types", "[\"full_attention\"]", NULL},
+        {"qwen3-235b", "rope_scaling", "{\"rope_type\": \"yarn\", \"factor\": 4.0}",
+         "rope_scaling.rope_type"},
+        {"qwen3-235b", "rope_scaling", "{\"type\": \"linear\", \"factor\": 4.0}", "rope_scaling.type"},
+        {"qwen3-235b", "rope_scaling", "{\"rope_type\": 3}", "rope_scaling.rope_type"},
+        {"qwen3-235b", "rope_scaling", "{\"factor\": 4.0}", "rope_scaling.factor"},
+        {"qwen3-235b", "rope_scaling", "\"yarn\"", NULL},
+        {"qwen3-235b", "rope_parameters", "[]", NULL},
+        {"qwen3-235b", "rope_parameters", "{\"rope_type\": \"yarn\"}", "rope_parameters.rope_type"},
+        {"qwen3-235b", "rope_parameters", "{\"partial_rotary_factor\": 0.5}",
+         "rope_parameters.partial_rotary_factor"},
+        {"qwen3-235b", "rope_parameters", "{\"full_attention\": {\"rope_theta\": 1e4}}",
+         "rope_parameters.full_attention"},
+        {"qwen3-235b", "partial_rotary_factor", "0.5", NULL},
+        {"qwen3-235b", "attention_dropout", "0.1", NULL},
+        {"qwen3-235b", "num_experts_per_tok", "129", NULL},
+        {"qwen3-235b", "num_local_experts", "64", NULL},
+        {"qwen3-235b", "num_key_value_heads", "5", NULL},
+        {"qwen3-235b", "num_key_value_heads", "0", NULL},
+        {"qwen3-235b", "head_dim", "3", NULL},
+        {"qwen3-235b", "n_shared_experts", "1", NULL},
+        {"qwen3-235b", "mystery", "1", NULL},
+        {"qwen3-235b", "hidden_size", "\"4096\"", NULL},
+        {"qwen3-235b", "hidden_size", "null", NULL},
+        {"qwen3-235b", "norm_topk_prob", "null", NULL},
+        {"qwen3-235b", "rope_theta", "0.5", NULL},
+        {"qwen3-235b", "num_hidden_layers", "10001", NULL},
+        {"qwen3-235b", "architectures", "[\"Qwen3MoeForSequenceClassification\"]", NULL},
+        {"qwen3-235b", "is_encoder_decoder", "true", NULL},
+        {"qwen3-235b", "add_cross_attention", "true", NULL},
+        {"qwen3-235b", "pruned_heads", "{\"0\": [1]}", NULL},
+        {"qwen3-235b", "per_layer_config", "{\"0\": {\"num_experts\": 8}}", NULL},
+        {"gpt-oss-120b", "swiglu_limit", "5.0", NULL},
+        {"gpt-oss-120b", "swiglu_alpha", "1.5", NULL},
+        {"gpt-oss-120b", "layer_types", "[\"full_attention\"]", NULL},
+        {"gpt-oss-120b", "layer_types", "3", NULL},
+        {"gpt-oss-120b", "experts_per_token", "8", NULL},
+        {"gpt-oss-120b", "rope_scaling", "{\"rope_type\": \"llama3\"}", "rope_scaling.rope_type"},
+        {"gpt-oss-120b", "rope_scaling", "{\"rope_type\": \"yarn\", \"mystery\": 1}", "rope_scaling.mystery"},
+        {"gpt-oss-120b", "rope_scaling", "{\"rope_type\": \"yarn\", \"partial_rotary_factor\": 0.25}",
+         "rope_scaling.partial_rotary_factor"},
+        {"deepseek-moe-16b", "moe_layer_freq", "2", NULL},
+        {"deepseek-moe-16b", "scoring_func", "\"sigmoid\"", NULL},
+        {"deepseek-moe-16b", "first_k_dense_replace", "29", NULL},
+        {"deepseek-moe-16b", "kv_lora_rank", "512", NULL},
+        {"deepseek-moe-16b", "routed_scaling_factor", "2.5", NULL},
+        {"deepseek-moe-16b", "n_routed_experts", "null", NULL},
+        {"deepseek-moe-16b", "num_experts_per_tok", "null", NULL},
+        {"deepseek-moe-16b", "head_dim", "64", NULL},
+        {"mixtral-8x7b", "router_jitter_noise", "0.1", NULL},
+        {"mixtral-8x7b", "attention_bias", "true", NULL},
     };
     for (size_t i = 0; i < COUNT(wrong); i++)
-        assert_refused(bench, wrong[i].name, wrong[i].key, wrong[i].value);
+        assert_refused(bench, wrong[i].name, wrong[i].key, wrong[i].value,
+                       wrong[i].path ? wrong[i].path : wrong[i].key);
+}
+
+/* As transformers 5.24 reads them: what is in rope_parameters wins, and rope_scaling stands in its place. */
+static void rope_of_two_places(void **state) {
+    struct bench *bench = *state;
+    static const struct {
+        const char *keys;
+        double theta;
+        bool yarn;
+    } cases[] = {
+        {"\"model_type\": \"mixtral\"", 1e6, false},
+        {"\"model_type\": \"mixtral\", \"rope_theta\": 5", 5, false},
+        {"\"model_type\": \"mixtral\", \"rope_theta\": 5, \"rope_parameters\": {\"rope_theta\": 7}", 7,
+         false},
+        {"\"model_type\": \"mixtral\", \"rope_theta\": 5, \"rope_parameters\": {\"rope_type\": \"default\"}",
+         5, false},
+        {"\"model_type\": \"mixtral\", \"rope_theta\": 5, \"rope_parameters\": {\"rope_theta\": 7},"
+         "\"rope_scaling\": {\"rope_theta\": 3}",
+         3, false},
+        {"\"model_type\": \"mixtral\", \"rope_scaling\": {\"type\": \"default\"},"
+         "\"rope_parameters\": {\"rope_theta\": 9}",
+         1e6, false},
+        {"\"model_type\": \"mixtral\", \"rope_scaling\": {}, \"rope_parameters\": {\"rope_theta\": 9,"
+         "\"partial_rotary_factor\": 1}",
+         9, false},
+        {"\"model_type\": \"gpt_oss\"", 150000, true},
+        {"\"model_type\": \"gpt_oss\", \"rope_theta\": 5, \"rope_scaling\": null", 5, true},
+        {"\"model_type\": \"gpt_oss\", \"rope_parameters\": {}", 150000, false},
+        {"\"model_type\": \"gpt_oss\", \"rope_scaling\": {\"rope_type\": \"default\"}", 150000, false},
+        {"\"model_type\": \"gpt_oss\", \"rope_theta\": 8, \"rope_scaling\": {\"type\": \"yarn\", \"factor\": "
+         "4}",
+         8, true},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        struct model m;
+        if (!import_text(bench, arena_printf(bench->arena, "{%s}", cases[i].keys), &m))
+            fail_msg("%s: %s", cases[i].keys, bench->errors.messages[0]);
+        if (m.attention.rope_theta != cases[i].theta || !strstr(m.source, "YaRN") == cases[i].yarn)
+            fail_msg("%s: theta %g, %s", cases[i].keys, m.attention.rope_theta, m.source);
+    }
 }
 
 static void layer_types_become_windows(void **state) {
@@ -619,14 +717,93 @@ static void layer_types_become_windows(void **state) {
     }
 }
 
+/* A number of a configuration, or `absent` where the key is missing or null. */
+static double said(const cJSON *config, const char *key, double absent) {
+    const cJSON *value = cJSON_GetObjectItemCaseSensitive(config, key);
+    return cJSON_IsNumber(value) ? value->valuedouble : cJSON_IsBool(value) ? cJSON_IsTrue(value) : absent;
+}
+
+/* A model against a configuration that leaves out nothing. */
+static void assert_as_said(const struct model *m, const cJSON *config) {
+    const cJSON *rope = cJSON_GetObjectItemCaseSensitive(config, "rope_parameters");
+    double heads = said(config, "num_attention_heads", 0), hidden = said(config, "hidden_size", 0);
+    double inner = said(config, "intermediate_size", 0), experts = said(config, "n_routed_experts", 0);
+    double aux = said(config, "router_aux_loss_coef", 0);
+    bool deepseek = said(config, "n_routed_experts", 0) > 0;
+    if (!experts) experts = said(config, "num_local_experts", said(config, "num_experts", 0));
+    if (deepseek) aux = said(config, "aux_loss_alpha", 0) * (m->layers - m->moe.dense_layers) / m->moe.top_k;
+    assert_true(m->layers == said(config, "num_hidden_layers", 0) && m->hidden == hidden);
+    assert_true(m->vocab == said(config, "vocab_size", 0) && m->norm_eps == said(config, "rms_norm_eps", 0));
+    assert_true(m->tie_embeddings == said(config, "tie_word_embeddings", 2));
+    assert_true(m->attention.heads == heads);
+    assert_true(m->attention.kv_heads == said(config, "num_key_value_heads", heads));
+    assert_true(m->attention.head_dim == said(config, "head_dim", hidden / heads));
+    assert_true(m->attention.rope_theta == said(rope, "rope_theta", said(config, "rope_theta", 0)));
+    assert_true(m->attention.bias == said(config, "attention_bias", 0));
+    assert_true(m->attention.window == said(config, "sliding_window", 0));
+    assert_true(m->moe.experts == experts && m->moe.top_k == said(config, "num_experts_per_tok", 0));
+    assert_true(m->moe.expert_hidden == said(config, "moe_intermediate_size", inner));
+    assert_true(m->moe.shared_experts == said(config, "n_shared_experts", 0));
+    assert_true(m->moe.dense_layers == said(config, "first_k_dense_replace", 0));
+    assert_true(m->moe.dense_hidden == (m->moe.dense_layers ? inner : 0));
+    assert_true(m->moe.renormalise == said(config, "norm_topk_prob", m->moe.renormalise));
+    assert_true(m->moe.aux_loss == aux);
+}
+
+/* Files of transformers' own: as it saves them, with every key, and with those alone that differ from the
+   class's defaults. All three are the same model. */
+static void saved_configurations(void **state) {
+    struct bench *bench = *state;
+    static const char *const names[] = {
+        "mixtral-default",      "mixtral-8x7b",         "mixtral-8x22b",
+        "mixtral-changed",      "gpt_oss-default",      "gpt_oss-20b",
+        "gpt_oss-changed",      "qwen3_moe-default",    "qwen3_moe-30b",
+        "qwen3_moe-235b",       "qwen3_moe-changed",    "deepseek-default",
+        "deepseek-16b",         "deepseek-changed",     "mixtral-4.57-changed",
+        "gpt_oss-4.57-default", "gpt_oss-4.57-changed", "qwen3_moe-4.57-changed",
+        "qwen3_moe-4.57-235b"};
+    static const char *const kinds[] = {"full", "saved", "short"};
+    for (size_t i = 0; i < COUNT(names); i++) {
+        char *whole = NULL;
+        for (size_t k = 0; k < COUNT(kinds) - (strstr(names[i], "4.57") != NULL); k++) {
+            struct json config =
+                fixture(bench, arena_printf(bench->arena, "configs/%s.%s", names[i], kinds[k]));
+            struct model m;
+            if (!model_import(config, &m)) fail_msg("%s: %s", config.file, bench->errors.messages[0]);
+            if (k == 0) assert_as_said(&m, config.node);
+            m.name = names[i];
+            char *text = print(&m);
+            if (!whole) whole = arena_strdup(bench->arena, text);
+            assert_string_equal(text, whole);
+            free(text);
+            cJSON_Delete(config.node);
+        }
+    }
+    struct json other = fixture(bench, "configs/deepseek_v2-default.saved");
+    struct model m;
+    assert_false(model_import(other, &m));
+    ASSERT_ERRORS(bench, "tests/fixtures/configs/deepseek_v2-default.saved.json: model_type: found "
+                         "\"deepseek_v2\"; allowed: \"qwen3_moe\", \"gpt_oss\", \"deepseek\" or \"mixtral\"");
+    cJSON_Delete(other.node);
+}
+
 static void absent_keys_take_their_defaults(void **state) {
     struct bench *bench = *state;
+    static const struct {
+        const char *type;
+        int kv_heads;
+    } families[] = {{"mixtral", 8}, {"gpt_oss", 8}, {"qwen3_moe", 4}};
     struct model m;
+    for (size_t i = 0; i < COUNT(families); i++) {
+        const char *text = "{\"model_type\": \"%s\", \"num_attention_heads\": 16, \"hidden_size\": 256}";
+        assert_true(import_text(bench, arena_printf(bench->arena, text, families[i].type), &m));
+        assert_int_equal(m.attention.kv_heads, families[i].kv_heads);
+    }
     assert_true(import_text(bench,
                             "{\"model_type\": \"mixtral\", \"hidden_size\": 64, \"num_hidden_layers\": 2,"
                             "\"num_attention_heads\": 4, \"vocab_size\": 100, \"num_experts_per_tok\": 2,"
                             "\"num_local_experts\": 4, \"intermediate_size\": 32, \"sliding_window\": 16,"
-                            "\"num_key_value_heads\": null, \"head_dim\": null,"
+                            "\"num_key_value_heads\": null, \"head_dim\": null, \"q_lora_rank\": null,"
                             "\"rope_parameters\": {\"rope_theta\": 5000.0, \"rope_type\": \"default\"}}",
                             &m));
     assert_string_equal(m.name, "a");
@@ -636,15 +813,59 @@ static void absent_keys_take_their_defaults(void **state) {
     json_set_path(gpt.node, "sliding_window", cJSON_CreateNull()); /* none, not the default 128 */
     assert_true(model_import(gpt, &m) && m.attention.window == 0 && m.attention.window_layers == WINDOW_NONE);
     cJSON_Delete(gpt.node);
-    assert_false(import_text(bench, "{\"model_type\": \"qwen3_moe\"}", &m));
-    assert_int_equal(bench->errors.count, 7);
-    errors_free(&bench->errors);
+    assert_false(import_text(bench, "{\"model_type\": \"deepseek\"}", &m)); /* a dense model by default */
+    ASSERT_ERRORS(
+        bench, "a/config.json: n_routed_experts: the key is missing; allowed: a whole number of at least 1",
+        "a/config.json: num_experts_per_tok: the key is missing; allowed: a whole number of at least 1");
+    assert_false(import_text(bench, "{\"model_type\": \"qwen3_moe\", \"num_attention_heads\": 10}", &m));
+    ASSERT_ERRORS(bench,
+                  "a/config.json: num_key_value_heads: the key is missing; its default, 4, does not fit; "
+                  "allowed: a divisor of num_attention_heads, which is 10",
+                  "a/config.json: head_dim: the key is missing; allowed: any even number, but given, as "
+                  "hidden_size is no multiple of num_attention_heads");
     assert_false(import_text(bench, "[]", &m));
     ASSERT_ERRORS(bench, "a/config.json: found []; allowed: an object");
     assert_false(import_text(bench, "{}", &m));
     ASSERT_ERRORS(bench,
                   "a/config.json: model_type: the key is missing; allowed: \"qwen3_moe\", \"gpt_oss\", "
                   "\"deepseek\" or \"mixtral\"");
+}
+
+/* Cut off or with wrong letters: an error, or a model whose manifest can be read. */
+static void damaged_configurations(void **state) {
+    struct bench *bench = *state;
+    static const char *const names[] = {"mixtral-changed", "gpt_oss-changed", "qwen3_moe-30b",
+                                        "deepseek-16b"};
+    static const char pieces[] = "{}[]\",:0129eE.-truefalsn ";
+    struct rng rng = rng_seed(11);
+    int imported = 0, refused = 0;
+    for (int i = 0; i < cases(8000); i++) {
+        struct arena *arena = arena_new();
+        struct json config = fixture(bench, arena_printf(arena, "configs/%s.short", names[i % 4]));
+        char *text = cJSON_Print(config.node);
+        size_t length = strlen(text);
+        cJSON_Delete(config.node);
+        if (rng_below(&rng, 4) == 0) length = (size_t)rng_below(&rng, (int)length);
+        for (int edits = rng_below(&rng, 4); edits > 0 && length; edits--)
+            text[rng_below(&rng, (int)length)] = pieces[rng_below(&rng, sizeof pieces - 1)];
+        struct json damaged = json_read_text(text, length, "c.json", arena, &bench->errors);
+        struct model m, again;
+        if (damaged.node && model_import(damaged, &m)) {
+            struct json manifest = {model_write(&m), "m.json", "", arena, &bench->errors};
+            if (!model_read(manifest, &again)) fail_msg("%s\n%s", bench->errors.messages[0], text);
+            cJSON_Delete(manifest.node);
+            imported++;
+        } else {
+            assert_true(bench->errors.count > 0);
+            refused++;
+        }
+        errors_free(&bench->errors);
+        cJSON_Delete(damaged.node);
+        cJSON_free(text);
+        arena_free(arena);
+    }
+    print_message("%d imported, %d refused\n", imported, refused);
+    assert_true(imported && refused);
 }
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
@@ -661,6 +882,7 @@ int main(void) {
         TEST(sizes_are_as_published),
         TEST(parameters_by_hand),
         TEST(layers_have_their_kind_and_window),
+        TEST(capacities_by_whole_numbers),
         TEST(attention_work_by_loops),
         TEST(full_attention_is_half_a_square),
         TEST(attention_bytes_by_hand),
@@ -674,8 +896,11 @@ int main(void) {
         TEST(balance_loss_is_rescaled),
         TEST(departures_are_in_the_source),
         TEST(other_mathematics_is_refused),
+        TEST(rope_of_two_places),
         TEST(layer_types_become_windows),
+        TEST(saved_configurations),
         TEST(absent_keys_take_their_defaults),
+        TEST(damaged_configurations),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

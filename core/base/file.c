@@ -35,11 +35,17 @@ static bool write_and_close(int descriptor, const void *data, size_t bytes) {
     return done;
 }
 
-/* Makes the rename itself last; a file system that cannot is none we could do more about. */
-static void sync_folder_of(const char *file) {
+/* "a/b" → "a/", "b" → "."; free(result). */
+static char *folder_of(const char *file) {
     const char *slash = strrchr(file, '/');
     char *folder = must_alloc(strlen(file) + 2);
     memcpy(folder, slash ? file : ".", slash ? (size_t)(slash - file) + 1 : 1);
+    return folder;
+}
+
+/* Makes the rename itself last; a file system that cannot is none we could do more about. */
+static void sync_folder_of(const char *file) {
+    char *folder = folder_of(file);
     int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor >= 0) {
         fsync(descriptor);
@@ -104,6 +110,26 @@ const char *path_beside(struct arena *arena, const char *base, const char *file)
     return arena_printf(arena, "%.*s/%s", (int)(slash - base), base, file);
 }
 
+static bool stat_folder_of(const char *file, struct stat *status) {
+    char *folder = folder_of(file);
+    bool done = stat(folder, status) == 0;
+    free(folder);
+    return done;
+}
+
+bool files_are_one(const char *a, const char *b) {
+    struct stat first, second;
+    bool is_there = stat(a, &first) == 0, other_is_there = stat(b, &second) == 0;
+    if (is_there != other_is_there) return false;
+    if (is_there && !S_ISREG(first.st_mode)) return false;
+    if (!is_there) {
+        const char *name = strrchr(a, '/'), *other_name = strrchr(b, '/');
+        if (strcmp(name ? name + 1 : a, other_name ? other_name + 1 : b) != 0) return false;
+        if (!stat_folder_of(a, &first) || !stat_folder_of(b, &second)) return strcmp(a, b) == 0;
+    }
+    return first.st_dev == second.st_dev && first.st_ino == second.st_ino;
+}
+
 bool make_folder_of(const char *file, struct errors *errors) {
     char *folder = strcpy(must_alloc(strlen(file) + 1), file);
     bool done = true;
@@ -113,9 +139,38 @@ bool make_folder_of(const char *file, struct errors *errors) {
         int reason = mkdir(folder, 0777) == 0 ? 0 : errno;
         struct stat status;
         done = reason == 0 || (stat(folder, &status) == 0 && S_ISDIR(status.st_mode));
-        if (!done) errors_add(errors, folder, NULL, "the folder cannot be made: %s", strerror(reason));
+        if (!done && reason == EEXIST)
+            errors_add(errors, folder, NULL, "is no folder");
+        else if (!done)
+            errors_add(errors, folder, NULL, "the folder cannot be made: %s", strerror(reason));
         *slash = '/';
     }
     free(folder);
     return done;
+}
+
+/* 0, or errno: what would keep a new file from standing beside the target, or the target from being written.
+ */
+static int try_to_write(const char *file) {
+    struct stat status;
+    bool there = stat(file, &status) == 0;
+    if (there && S_ISDIR(status.st_mode)) return EISDIR;
+    if (there && !S_ISREG(status.st_mode)) return access(file, W_OK) == 0 ? 0 : errno;
+    char *resolved = realpath(file, NULL);
+    const char *target = resolved ? resolved : file;
+    size_t room = strlen(target) + 48;
+    char *temporary = must_alloc(room);
+    int descriptor = open_temporary(target, temporary, room), reason = descriptor < 0 ? errno : 0;
+    if (descriptor >= 0) unlink(temporary);
+    if (descriptor >= 0) close(descriptor);
+    free(temporary);
+    free(resolved);
+    return reason;
+}
+
+bool file_is_writable(const char *file, struct errors *errors) {
+    if (!make_folder_of(file, errors)) return false;
+    int reason = try_to_write(file);
+    if (reason) errors_add(errors, file, NULL, "cannot be written: %s", strerror(reason));
+    return !reason;
 }

@@ -11,6 +11,11 @@ static int run(int argc, char **argv) {
         return STATUS_USAGE;
     if (helped) return STATUS_DONE;
     if (is_missing(&verb_import, file, "a config.json")) return STATUS_USAGE;
+    if (output && files_are_one(file, output)) {
+        fprintf(stderr, "disagmoe: import: --output: found %s, the file that is read; any other is allowed\n",
+                output);
+        return STATUS_USAGE;
+    }
     struct errors errors = {0};
     struct arena *arena = arena_new();
     struct model model = {0};
@@ -42,6 +47,7 @@ const struct verb verb_import = {
     .usage = "FILE [--output MODEL.json]",
     .summary = "a HuggingFace config.json becomes a model manifest",
     .help = "  --output FILE  write there instead of to standard output\n"
-            "Families: Qwen3-MoE, GPT-OSS, DeepSeek-MoE, Mixtral.\n",
+            "Families: Qwen3-MoE, GPT-OSS, DeepSeek-MoE, Mixtral. An absent key has what its configuration\n"
+            "class takes for it; what changes the mathematics and cannot be represented is refused.\n",
     .run = run,
 };

@@ -201,8 +201,8 @@ struct forced_routing *forced_routing_new(struct arena *arena, const struct mode
                                           int seq_len);
 /* ids, weights, kept from route->logits; ids from `forced`, for this layer, unless it is NULL. Capacity,
    where the model has one, is counted per sequence (so that it does not depend on micro-batches or ranks): an
-   expert takes at most ceil(factor · S · K / E) copies of a sequence, first choices before second ones,
-   earlier tokens before later ones (GShard, Lepikhin et al. 2020). */
+   expert takes at most model_expert_capacity copies of a sequence, first choices before second ones, earlier
+   tokens before later ones. */
 void route_forward(struct context *context, const struct model *model, struct route *route,
                    const struct forced_routing *forced, int layer, int sequences, int seq_len);
 /* dlogits (T, E), overwritten, from dweights (T, K) and the two auxiliary losses, which count aux_scale and
@@ -285,6 +285,11 @@ void adamw(struct context *context, const struct optimizer *optimizer, int64_t s
 void adamw_bf16(struct context *context, const struct optimizer *optimizer, int64_t step, double scale,
                 bool decay, floatX *values, const floatX *gradients, uint16_t *moment1, uint16_t *moment2,
                 size_t count, size_t first, uint64_t key);
+/* sums += addends, in BF16 rounded stochastically: up with the probability of the part cut off, so that the
+   sum of many small numbers is right on average, where rounding to nearest would come to a halt as soon as
+   one is below half of the sum's last bit. Keyed by element as above; key: differs between additions. */
+void add_bf16(struct context *context, uint16_t *sums, const floatX *addends, size_t count, size_t first,
+              uint64_t key);
 static inline uint32_t float_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

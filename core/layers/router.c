@@ -94,7 +94,7 @@ static void route_tokens(void *context, int task) {
 /* Marks the copies of one sequence that exceed their expert's capacity as dropped. */
 static void drop_sequence(const struct model *model, struct route *route, int first_token, int seq_len) {
     int experts = model->moe.experts, top_k = model->moe.top_k;
-    int capacity = (int)ceil(model->moe.capacity_factor * seq_len * top_k / experts);
+    int capacity = model_expert_capacity(model, seq_len);
     int used[experts];
     memset(used, 0, sizeof used);
     for (int k = 0; k < top_k; k++)

@@ -10,10 +10,6 @@ default: a wrong guess of a size would make every count wrong.
 #include <stdarg.h>
 #include <string.h>
 
-#define MOST_LAYERS 10000
-#define MOST_WIDTH (1 << 24)
-#define MOST_VOCAB (1 << 28)
-
 /* ---- reading ----------------------------------------------------------------------------------------- */
 
 /* One table row, its arguments in the order a reader asks: key, member, type, required?, bounds or words. */
@@ -28,10 +24,10 @@ default: a wrong guess of a size would make every count wrong.
 
 static bool read_attention(struct json value, struct model *model) {
     static const struct json_field fields[] = {
-        INT_FIELD("heads", offsetof(struct model, attention.heads), true, 1, MOST_WIDTH),
-        INT_FIELD("kv_heads", offsetof(struct model, attention.kv_heads), true, 1, MOST_WIDTH),
-        INT_FIELD("head_dim", offsetof(struct model, attention.head_dim), true, 2, MOST_WIDTH),
-        REAL_FIELD("rope_theta", offsetof(struct model, attention.rope_theta), 1, 1e15),
+        INT_FIELD("heads", offsetof(struct model, attention.heads), true, 1, MODEL_MOST_WIDTH),
+        INT_FIELD("kv_heads", offsetof(struct model, attention.kv_heads), true, 1, MODEL_MOST_WIDTH),
+        INT_FIELD("head_dim", offsetof(struct model, attention.head_dim), true, 2, MODEL_MOST_WIDTH),
+        REAL_FIELD("rope_theta", offsetof(struct model, attention.rope_theta), 1, MODEL_MOST_THETA),
         BOOL_FIELD("qk_norm", offsetof(struct model, attention.qk_norm)),
         BOOL_FIELD("bias", offsetof(struct model, attention.bias)),
         BOOL_FIELD("sinks", offsetof(struct model, attention.sinks)),
@@ -43,12 +39,13 @@ static bool read_attention(struct json value, struct model *model) {
 
 static bool read_moe(struct json value, struct model *model) {
     static const struct json_field fields[] = {
-        INT_FIELD("experts", offsetof(struct model, moe.experts), true, 1, MOST_WIDTH),
-        INT_FIELD("top_k", offsetof(struct model, moe.top_k), true, 1, MOST_WIDTH),
-        INT_FIELD("expert_hidden", offsetof(struct model, moe.expert_hidden), true, 1, MOST_WIDTH),
-        INT_FIELD("shared_experts", offsetof(struct model, moe.shared_experts), false, 0, 1024),
-        INT_FIELD("dense_layers", offsetof(struct model, moe.dense_layers), false, 0, MOST_LAYERS),
-        INT_FIELD("dense_hidden", offsetof(struct model, moe.dense_hidden), false, 0, MOST_WIDTH),
+        INT_FIELD("experts", offsetof(struct model, moe.experts), true, 1, MODEL_MOST_WIDTH),
+        INT_FIELD("top_k", offsetof(struct model, moe.top_k), true, 1, MODEL_MOST_WIDTH),
+        INT_FIELD("expert_hidden", offsetof(struct model, moe.expert_hidden), true, 1, MODEL_MOST_WIDTH),
+        INT_FIELD("shared_experts", offsetof(struct model, moe.shared_experts), false, 0,
+                  MODEL_MOST_SHARED_EXPERTS),
+        INT_FIELD("dense_layers", offsetof(struct model, moe.dense_layers), false, 0, MODEL_MOST_LAYERS),
+        INT_FIELD("dense_hidden", offsetof(struct model, moe.dense_hidden), false, 0, MODEL_MOST_WIDTH),
         CHOICE_FIELD("router", offsetof(struct model, moe.router), ROUTER_CHOICES),
         BOOL_FIELD("renormalise", offsetof(struct model, moe.renormalise)),
         REAL_FIELD("aux_loss", offsetof(struct model, moe.aux_loss), 0, 1e6),
@@ -68,9 +65,9 @@ bool model_read(struct json value, struct model *model) {
     static const struct json_field fields[] = {
         {"name", JSON_TEXT, offsetof(struct top, model.name), true, 0, 0, NULL},
         {"source", JSON_TEXT, offsetof(struct top, model.source), false, 0, 0, NULL},
-        INT_FIELD("layers", offsetof(struct top, model.layers), true, 1, MOST_LAYERS),
-        INT_FIELD("hidden", offsetof(struct top, model.hidden), true, 1, MOST_WIDTH),
-        INT_FIELD("vocab", offsetof(struct top, model.vocab), true, 1, MOST_VOCAB),
+        INT_FIELD("layers", offsetof(struct top, model.layers), true, 1, MODEL_MOST_LAYERS),
+        INT_FIELD("hidden", offsetof(struct top, model.hidden), true, 1, MODEL_MOST_WIDTH),
+        INT_FIELD("vocab", offsetof(struct top, model.vocab), true, 1, MODEL_MOST_VOCAB),
         {"dtype", JSON_CHOICE, offsetof(struct top, model.dtype), false, 0, 0, DTYPE_CHOICES},
         REAL_FIELD("norm_eps", offsetof(struct top, model.norm_eps), 0, 1),
         BOOL_FIELD("tie_embeddings", offsetof(struct top, model.tie_embeddings)),

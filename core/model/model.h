@@ -16,6 +16,13 @@ is either a mixture of experts (router, routed experts, shared experts) or, in l
 
 #include "base/base.h"
 
+/* The largest values that a manifest may hold, so that every count stays far from overflow. */
+#define MODEL_MOST_LAYERS 10000
+#define MODEL_MOST_WIDTH (1 << 24)
+#define MODEL_MOST_VOCAB (1 << 28)
+#define MODEL_MOST_SHARED_EXPERTS 1024
+#define MODEL_MOST_THETA 1e15
+
 enum router { ROUTER_SOFTMAX_TOPK, ROUTER_TOPK_SOFTMAX, ROUTER_NOISY_TOPK };
 #define ROUTER_CHOICES "softmax_topk|topk_softmax|noisy_topk"
 enum activation_function { ACTIVATION_SWIGLU, ACTIVATION_SWIGLU_CLAMPED };
@@ -62,8 +69,9 @@ bool model_read(struct json value, struct model *model);
 bool model_check(struct json value, const struct model *model);
 /* The manifest of a model, as model_read takes it. */
 cJSON *model_write(const struct model *model);
-/* A HuggingFace config.json of Qwen3-MoE, GPT-OSS, DeepSeek-MoE or Mixtral → a model. A key that changes the
-   mathematics and cannot be represented is an error that names it. */
+/* A HuggingFace config.json of Qwen3-MoE, GPT-OSS, DeepSeek-MoE or Mixtral → a model, one that model_read
+   takes. An absent key has what its configuration class takes for it; a key that changes the mathematics and
+   cannot be represented is an error that names it. */
 bool model_import(struct json config, struct model *model);
 
 /* Bytes of an element of the dtype, and of what is kept wider beside BF16: logits, master weights, … */
@@ -78,6 +86,11 @@ int model_moe_layers(const struct model *model); /* how many */
 int model_layer_window(const struct model *model, int layer);
 /* Copies per token that travel to the feed-forward side: top_k, or 1 in a dense layer. */
 int model_copies(const struct model *model, int layer);
+
+/* Copies of one sequence that an expert takes at most (GShard, Lepikhin et al. 2020): x = capacity_factor · S
+   · K ÷ E rounded up, where a hair above a whole number, 1e-9 of x, is none: 1.1 · 100 · 2 ÷ 4 is 55, not 56.
+   S where nothing is dropped: an expert takes a token once. */
+int model_expert_capacity(const struct model *model, int seq_len);
 
 /* ---- parameters (numbers of elements) ---------------------------------------------------------------- */
 

@@ -38,6 +38,11 @@ static struct attention_part attention_part(const struct work_item *item) {
         .forced = runner->forced};
 }
 
+static void add_gradients(const struct work_item *item, enum component component, int layer) {
+    state_add_gradients(item->runner->state, item->context, component, layer, item->runner->step,
+                        item->micro_batch);
+}
+
 /* ---- attention --------------------------------------------------------------------------------------- */
 
 static void run_attention(const struct work_item *item) {
@@ -150,7 +155,7 @@ static void attention_backward_operation(const struct work_item *item) {
                                    gradient_for(runner, cell, item->tokens), cell->slot[ROLE_MIDDLE_GRADIENT],
                                    cell->dweights, stream_of(cell));
     attention_block_backward_weight(item->context, block, &part, &cell->attention, &pending, stream_of(cell));
-    state_add_gradients(runner->state, COMPONENT_ATTENTION, item->layer);
+    add_gradients(item, COMPONENT_ATTENTION, item->layer);
     scratch_release(item->context, memory);
     passing_free(runner, &cell->dweights);
     if (!runner->ranks.pipelined) return;
@@ -256,7 +261,7 @@ static void ffn_backward_operation(const struct work_item *item) {
         backward_of(item, &local.block, &local.part, &cell->local_kept, 0, item->tokens, dmiddle, NULL,
                     item->above->gradient, local.input);
     }
-    state_add_gradients(runner->state, COMPONENT_FFN, item->layer);
+    add_gradients(item, COMPONENT_FFN, item->layer);
 }
 
 /* ---- ends -------------------------------------------------------------------------------------------- */
@@ -293,7 +298,7 @@ static void embed_backward_operation(const struct work_item *item) {
     state_begin_gradients(runner->state, COMPONENT_EMBEDDING, -1);
     embedding_backward(item->context, runner->state->embedding_gradient, item->cell->gradient,
                        item->cell->tokens, item->tokens, runner->hidden);
-    state_add_gradients(runner->state, COMPONENT_EMBEDDING, -1);
+    add_gradients(item, COMPONENT_EMBEDDING, -1);
     passing_free(runner, &item->cell->gradient);
 }
 
@@ -316,7 +321,7 @@ static void head_backward_operation(const struct work_item *item) {
     state_begin_gradients(runner->state, COMPONENT_HEAD, -1);
     runner->sums.cross_entropy += head_block_forward_backward(
         item->context, &runner->state->head, d, stream_of(item->cell), item->cell->tokens, count, scale);
-    state_add_gradients(runner->state, COMPONENT_HEAD, -1);
+    add_gradients(item, COMPONENT_HEAD, -1);
 }
 
 /* ---- which computation ------------------------------------------------------------------------------- */

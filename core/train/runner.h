@@ -56,6 +56,7 @@ struct runner {
     bool reduced;                            /* the lanes have reduced what stays within groups */
     struct step_report report;
     struct verifier *verifier; /* NULL: this run is not verified */
+    struct pulse *pulse;       /* what the lanes are doing; NULL: nobody watches */
 
     /* Under the mutex: the lanes' progress and the accounts of memory. */
     pthread_mutex_t mutex;

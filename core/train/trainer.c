@@ -139,6 +139,10 @@ void trainer_resume(struct trainer *trainer, struct progress_mark mark) {
     trainer->mark = mark;
 }
 
+void trainer_watch(struct trainer *trainer, struct pulse *pulse) {
+    trainer->runner.pulse = pulse;
+}
+
 int trainer_ranks(const struct trainer *trainer) {
     return trainer->runner.ranks.count;
 }

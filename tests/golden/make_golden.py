@@ -6,11 +6,12 @@
 
 Writes one folder a case with
   config.json           the configuration as HuggingFace has it
-  model.safetensors     weights under the names checkpoints use
+  model.safetensors     weights under the names checkpoints use; or shards with an index and the configuration, as
+                        transformers itself (5.24.0 for what is here) saves them
   expected.safetensors  tokens (sequences, S + 1), logits, loss (cross-entropy + aux_coefficient * aux), aux, and
                         grad.NAME of every parameter, experts one by one as (out, in) matrices
 
-Qwen3-MoE and GPT-OSS are transformers' own classes. DeepSeek-MoE is not part of transformers; the model below is
+Qwen3-MoE, GPT-OSS and Mixtral are transformers' own classes. DeepSeek-MoE is not part of transformers; the model below is
 written after its published configuration (first layer dense, shared experts, softmax before top-k, weights not
 renormalised). The auxiliary loss is transformers' load_balancing_loss_func, applied per sequence and MoE layer and
 averaged. Expected values are computed in float64: the classes' casts to float32 are redirected, since the float64
@@ -25,12 +26,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from safetensors.torch import save_file
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig,
+                          Qwen3MoeForCausalLM)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 HERE = pathlib.Path(__file__).resolve().parent
 SEQUENCES, SMALLEST_MARGIN = 2, 2e-3
 
+# Cases that transformers saves, in shards of at most so much.
+SAVED, SHARD = ("mixtral-1", "mixtral-2", "qwen3-4", "gptoss-4"), "12KB"
+CLASSES = {"qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig), "gptoss": (GptOssForCausalLM, GptOssConfig),
+           "mixtral": (MixtralForCausalLM, MixtralConfig)}
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # From here on "float32" inside the classes means float64.
 torch.set_default_dtype(torch.float64)
@@ -142,13 +148,13 @@ def run_transformers(model, ids):
     return out.logits, list(out.router_logits)
 
 
-def configuration(family, draw):
+def configuration(family, number, draw):
     heads, kv = draw.choice([(4, 2), (6, 3), (4, 4), (3, 1)])
     dim = draw.choice([4, 6, 8])
     experts = draw.choice([4, 5, 7])
     common = {"vocab_size": draw.choice([37, 53]), "hidden_size": draw.choice([18, 24]), "num_hidden_layers": 2,
               "num_attention_heads": heads, "num_experts_per_tok": draw.choice([2, 3]), "hidden_act": "silu",
-              "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}
+              "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": (family, number) == ("qwen3", 4)}
     inner = draw.choice([9, 14])
     if family == "qwen3":
         return common | {"model_type": "qwen3_moe", "num_key_value_heads": kv, "head_dim": dim, "num_experts": experts,
@@ -159,7 +165,12 @@ def configuration(family, draw):
         return common | {"model_type": "gpt_oss", "num_key_value_heads": kv, "head_dim": dim,
                          "num_local_experts": experts, "intermediate_size": inner, "router_aux_loss_coef": 0.01,
                          "attention_bias": True, "sliding_window": draw.choice([4, 5]), "swiglu_limit": 7.0,
-                         "layer_types": ["sliding_attention", "full_attention"]}
+                         "layer_types": ["sliding_attention", "full_attention"],
+                         "rope_scaling": {"rope_type": "default"}}
+    if family == "mixtral":
+        return common | {"model_type": "mixtral", "num_key_value_heads": kv, "head_dim": dim,
+                         "num_local_experts": experts, "intermediate_size": inner, "router_aux_loss_coef": 0.01,
+                         "sliding_window": draw.choice([4, 5])}
     heads, dim = draw.choice([(3, 6), (2, 8)])
     return common | {"model_type": "deepseek", "hidden_size": heads * dim, "num_attention_heads": heads,
                      "num_key_value_heads": heads,
@@ -173,9 +184,8 @@ def build(family, config):
         model = Deepseek(config)
         return model, lambda ids: model(ids)
     more = {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
-    plain = {k: v for k, v in config.items() if k not in ("rope_theta", "model_type")}
-    classes = (Qwen3MoeForCausalLM, Qwen3MoeConfig) if family == "qwen3" else (GptOssForCausalLM, GptOssConfig)
-    model = transformers_model(*classes, plain, **more)
+    plain = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling", "model_type")}
+    model = transformers_model(*CLASSES[family], plain, **more)
     return model, lambda ids: run_transformers(model, ids)
 
 
@@ -219,10 +229,14 @@ def margin(logits, top_k):
 def write(folder, config, family, model, expected, stored):
     path = HERE / folder
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file({n: t.detach().to(STORED[stored]).contiguous() for n, t in stored_weights(model, family)},
-              path / "model.safetensors", {"format": "pt"})
     save_file({n: t.detach().double().contiguous() for n, t in expected.items()}, path / "expected.safetensors")
+    if folder in SAVED:
+        model.to(STORED[stored]).save_pretrained(path, max_shard_size=SHARD)
+        (path / "generation_config.json").unlink()
+    else:
+        (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        save_file({n: t.detach().to(STORED[stored]).contiguous() for n, t in stored_weights(model, family)},
+                  path / "model.safetensors", {"format": "pt"})
 
 
 def case(family, number, stored):
@@ -231,7 +245,7 @@ def case(family, number, stored):
         draw = random.Random(f"{family} {seed}")
         torch.manual_seed(seed)
         seed += 1
-        config, length = configuration(family, draw), draw.choice([11, 15])
+        config, length = configuration(family, number, draw), draw.choice([11, 15])
         model, run = build(family, config)
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -260,3 +274,7 @@ if __name__ == "__main__":
         case(family, 1, "float32")
         case(family, 2, "bfloat16")
         case(family, 3, "float16")
+    case("qwen3", 4, "float32")
+    case("gptoss", 4, "bfloat16")
+    case("mixtral", 1, "float32")
+    case("mixtral", 2, "bfloat16")
