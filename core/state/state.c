@@ -261,7 +261,7 @@ static bool component_held(const struct state *state, enum component component, 
     case COMPONENT_EMBEDDING:
         return ranks->embed == group;
     case COMPONENT_HEAD:
-        return ranks->head == group;
+        return head_part(ranks, seat_of(ranks, state->rank)) >= 0;
     }
     return false;
 }

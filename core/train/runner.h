@@ -91,15 +91,15 @@ static inline int group_size(const struct runner *runner, int group) {
 static inline const struct lane *group_lane(const struct runner *runner, int group, int resource) {
     return &runner->schedule->lanes[lane_of(group, (enum resource)resource)];
 }
-/* Tokens of a micro-batch on this rank of an attention group; on this rank of the head's group. */
+/* Tokens of a micro-batch on this rank of an attention group; on this rank of a group with a head. */
 static inline int own_tokens(const struct runner *runner, int micro_batch) {
     struct seat seat = runner->seat;
-    return attention_batch(&runner->ranks, seat.replica, micro_batch, seat.index).sequences * runner->seq_len;
+    return rows_of_all(attention_batch(&runner->ranks, seat.replica, micro_batch, seat.index).sequences);
 }
 static inline int head_tokens(const struct runner *runner, int micro_batch) {
-    struct seat seat = runner->seat;
-    return head_tokens_before(&runner->ranks, seat.replica, micro_batch, seat.index + 1) -
-           head_tokens_before(&runner->ranks, seat.replica, micro_batch, seat.index);
+    int replica = runner->seat.replica, part = head_part(&runner->ranks, runner->seat);
+    return head_tokens_before(&runner->ranks, replica, micro_batch, part + 1) -
+           head_tokens_before(&runner->ranks, replica, micro_batch, part);
 }
 
 #endif
