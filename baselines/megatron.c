@@ -470,18 +470,14 @@ static int layouts(const struct point *point, struct parallel *found, int capaci
     const struct parallel *given = &point->parallel;
     int gpus = cluster_gpus(point->cluster), experts = point->model->moe.experts;
     if (is_whole(given)) {
-        struct parallel whole = *given;
-        whole.cp = at_least_one(given->cp);
-        if (capacity) found[0] = whole;
+        if (capacity)
+            found[0] = (struct parallel){given->pp, given->vpp, given->ep, .cp = at_least_one(given->cp)};
         return 1;
     }
     for (int ep = 1; ep <= gpus && ep <= experts; ep++) {
         if (!is_open_to(given->ep, ep) || (!given->ep && gpus % ep && experts % ep)) continue;
         for (int pp = 1; pp * ep <= gpus && pp <= point->model->layers; pp++) {
-            struct parallel one = *given;
-            one.pp = pp;
-            one.ep = ep;
-            if (is_open_to(given->pp, pp)) add_chunks(&list, one);
+            if (is_open_to(given->pp, pp)) add_chunks(&list, (struct parallel){.pp = pp, .ep = ep});
         }
     }
     return list.count;
@@ -509,8 +505,8 @@ static double backward_bytes(const struct layout *layout, int layer) {
     return fmax(ffn, attention);
 }
 
-static struct bound bound(const struct plan *plan) {
-    struct layout *layout = layout_new(plan);
+static struct bound bound_of(const struct layout *layout) {
+    const struct plan *plan = layout->plan;
     struct bound bound = {0};
     double before = 0; /* forward and backward through the chunks ahead of a stage's first one */
     for (int stage = 0; stage < layout->pp; stage++) {
@@ -536,27 +532,38 @@ static struct bound bound(const struct plan *plan) {
             if (c + layout->pp >= layout->chunks) bytes += backward_bytes(layout, last);
         }
         double seconds = before + busy * plan->micro_batches;
-        bound.seconds = fmax(bound.seconds, seconds);
+        bound.seconds = bound.busy = fmax(bound.seconds, seconds);
         bound.bytes = fmax(bound.bytes, bytes);
         before += first;
     }
-    arena_free(layout->arena);
     return bound;
 }
 
-static int needs(const struct plan *plan, struct need *needs) {
+static int groups(const struct plan *plan) {
+    return plan->parallel.pp;
+}
+
+static struct bound needs(const struct plan *plan, const struct memory *states, int count,
+                          struct need *needs) {
     struct layout *layout = layout_new(plan);
-    for (int stage = 0; stage < layout->pp; stage++) {
-        needs[stage] = stage_need(layout, stage);
-        for (int c = stage; c < layout->chunks; c += layout->pp)
-            for (int l = layout->chunk[c].first_layer;
-                 l < layout->chunk[c].first_layer + layout->chunk[c].layers; l++) {
-                needs[stage].kept_bytes += kept_bytes(layout, l);
-                needs[stage].backward_bytes = fmax(needs[stage].backward_bytes, backward_bytes(layout, l));
-            }
+    struct bound bound = bound_of(layout);
+    struct plan with_state = *plan;
+    layout->plan = &with_state;
+    for (int i = 0; i < count; i++, needs += layout->pp) {
+        with_state.memory = memory_with_state(plan->memory, states[i]);
+        for (int stage = 0; stage < layout->pp; stage++) {
+            struct need *need = &needs[stage];
+            *need = stage_need(layout, stage);
+            for (int c = stage; c < layout->chunks; c += layout->pp)
+                for (int k = 0; k < layout->chunk[c].layers; k++) {
+                    int layer = layout->chunk[c].first_layer + k;
+                    need->kept_bytes += kept_bytes(layout, layer);
+                    need->backward_bytes = fmax(need->backward_bytes, backward_bytes(layout, layer));
+                }
+        }
     }
     arena_free(layout->arena);
-    return plan->parallel.pp;
+    return bound;
 }
 
 const struct system megatron = {
@@ -568,7 +575,7 @@ const struct system megatron = {
     .is_whole = is_whole,
     .layouts = layouts,
     .size = size,
-    .bound = bound,
+    .groups = groups,
     .needs = needs,
     .build = build,
 };

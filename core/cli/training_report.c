@@ -212,8 +212,7 @@ static void print_end(const struct training_report *report, const struct memory_
     else
         printf("no step is left to do\n");
     if (fullest->predicted > 0) print_memory(report, fullest, deviations);
-    if (oom)
-        printf("  oom: the cluster's GPUs have %.3f MB\n", plan_usable_memory(report->plan->point) / 1e6);
+    if (oom) printf("  oom: %.3f MB of a GPU are usable\n", plan_usable_memory(report->plan->point) / 1e6);
     fflush(stdout);
 }
 

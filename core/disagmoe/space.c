@@ -12,6 +12,20 @@ static int replica_gpus(const struct parallel *parallel) {
     return parallel->groups * (parallel->attn_gpus + parallel->ffn_gpus);
 }
 
+static int at_least_one(int value) {
+    return value ? value : 1;
+}
+
+/* The keys of a ring; those of pipelined systems are ignored. */
+static struct parallel own_keys(const struct parallel *given) {
+    return (struct parallel){.groups = given->groups,
+                             .attn_gpus = given->attn_gpus,
+                             .ffn_gpus = given->ffn_gpus,
+                             .attn_nics = given->attn_nics,
+                             .ffn_nics = given->ffn_nics,
+                             .cp = at_least_one(given->cp)};
+}
+
 static bool is_whole(const struct parallel *given) {
     return given->groups && given->attn_gpus && given->ffn_gpus;
 }
@@ -29,10 +43,6 @@ static void check_gpus(const struct plan *plan, struct errors *errors) {
                                                  : "parallel.groups",
                "found %d groups of %d + %d GPUs; at most the cluster's %d GPUs are allowed", parallel->groups,
                parallel->attn_gpus, parallel->ffn_gpus, gpus);
-}
-
-static int at_least_one(int value) {
-    return value ? value : 1;
 }
 
 static bool size(struct plan *plan, struct errors *errors) {
@@ -95,10 +105,9 @@ static void add_split(struct list *list, struct parallel one) {
 static void add_rings(struct list *list, int p, int total) {
     const struct parallel *given = &list->point->parallel;
     for (int m = 1; m < total; m++) {
-        struct parallel one = *given;
-        one.groups = p;
-        one.attn_gpus = m;
-        one.ffn_gpus = total - m;
+        struct parallel one = {.groups = p, .attn_gpus = m, .ffn_gpus = total - m};
+        one.attn_nics = given->attn_nics;
+        one.ffn_nics = given->ffn_nics;
         if (is_open_to(given->attn_gpus, m) && is_open_to(given->ffn_gpus, total - m) &&
             one.ffn_gpus <= list->point->model->moe.experts)
             add_split(list, one);
@@ -112,9 +121,7 @@ static int layouts(const struct point *point, struct parallel *found, int capaci
     const struct parallel *given = &point->parallel;
     int gpus = cluster_gpus(point->cluster), layers = point->model->layers;
     if (is_whole(given)) {
-        struct parallel whole = *given;
-        whole.cp = at_least_one(given->cp);
-        if (capacity) found[0] = whole;
+        if (capacity) found[0] = own_keys(given);
         return 1;
     }
     for (int p = 1; p <= gpus / 2 && p <= layers; p++) {
@@ -268,10 +275,10 @@ static double busiest_lane(struct load load) {
     return fmax(fmax(fmax(load.a, load.f), fmax(load.a_send, load.a_recv)), fmax(load.f_send, load.f_recv));
 }
 
-static struct bound bound(const struct plan *plan) {
-    struct ring *ring = ring_new(plan);
+static struct bound bound_of(const struct ring *ring) {
+    const struct plan *plan = ring->plan;
     struct trip trip = trip_of(ring);
-    struct bound bound = {.seconds = trip.whole};
+    struct bound bound = {.busy = trip.whole};
     int last = ring->layers - 1;
     for (int g = 0; g < ring->p; g++) {
         struct load load = {0};
@@ -290,12 +297,12 @@ static struct bound bound(const struct plan *plan) {
            combine of the layer before, in both directions, is the group's own. */
         double way = trip.due[g] + trip.whole - trip.attention_back[g];
         if (g > 0) way -= ring->cost[g - 1].combine.seconds;
-        bound.seconds = fmax(bound.seconds, way + busiest_lane(load) * plan->micro_batches);
-        bound.seconds = fmax(bound.seconds, memory_seconds(ring, a, a_static));
-        bound.seconds = fmax(bound.seconds, memory_seconds(ring, f, f_static));
+        bound.busy = fmax(bound.busy, way + busiest_lane(load) * plan->micro_batches);
+        bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, a, a_static));
+        bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, f, f_static));
         bound.bytes = fmax(bound.bytes, fmax(a_static + a.bytes, f_static + f.bytes));
     }
-    ring_free(ring);
+    bound.seconds = fmax(bound.busy, bound.memory_seconds);
     return bound;
 }
 
@@ -326,25 +333,37 @@ static struct bound outline(const struct plan *plan) {
     }
     free(gpus);
     double busiest = fmax(attention, ffn) / parallel->groups; /* the busiest group is no less busy */
-    return (struct bound){.seconds = busiest * plan->micro_batches};
+    return (struct bound){.seconds = busiest * plan->micro_batches, .busy = busiest * plan->micro_batches};
 }
 
-static int needs(const struct plan *plan, struct need *needs) {
+static int groups(const struct plan *plan) {
+    return 2 * plan->parallel.groups;
+}
+
+static struct bound needs(const struct plan *plan, const struct memory *states, int count,
+                          struct need *needs) {
     struct ring *ring = ring_new(plan);
+    struct bound bound = bound_of(ring);
+    struct plan with_state = *plan;
     int p = ring->p;
-    for (int g = 0; g < p; g++) {
-        needs[g] = ring_attention_need(ring, g);
-        needs[p + g] = ring_ffn_need(ring, g);
-        for (int l = g; l < ring->layers; l += p) {
-            const struct layer_memory *memory = &ring->memory[l];
-            needs[g].kept_bytes += memory->layer_input + memory->attention;
-            needs[p + g].kept_bytes += memory->ffn + (sends_again(ring, l) ? 0 : memory->expert_input);
-            needs[g].backward_bytes = fmax(needs[g].backward_bytes, attention_backward_bytes(ring, l));
-            needs[p + g].backward_bytes = fmax(needs[p + g].backward_bytes, ffn_backward_bytes(ring, l));
+    ring->plan = &with_state;
+    for (int i = 0; i < count; i++, needs += 2 * p) {
+        with_state.memory = memory_with_state(plan->memory, states[i]);
+        for (int g = 0; g < p; g++) {
+            needs[g] = ring_attention_need(ring, g);
+            needs[p + g] = ring_ffn_need(ring, g);
+            for (int l = g; l < ring->layers; l += p) {
+                const struct layer_memory *memory = &ring->memory[l];
+                struct need *a = &needs[g], *f = &needs[p + g];
+                a->kept_bytes += memory->layer_input + memory->attention;
+                f->kept_bytes += memory->ffn + (sends_again(ring, l) ? 0 : memory->expert_input);
+                a->backward_bytes = fmax(a->backward_bytes, attention_backward_bytes(ring, l));
+                f->backward_bytes = fmax(f->backward_bytes, ffn_backward_bytes(ring, l));
+            }
         }
     }
     ring_free(ring);
-    return 2 * p;
+    return bound;
 }
 
 const struct system disagmoe = {
@@ -360,7 +379,7 @@ const struct system disagmoe = {
     .size = size,
     .settle = settle,
     .outline = outline,
-    .bound = bound,
+    .groups = groups,
     .needs = needs,
     .build = ring_schedule,
 };

@@ -3,6 +3,7 @@ From a manifest to a plan: what is run, who holds what, what each operation cost
 
 Concepts
 - An experiment is a manifest; a sweep makes several points of it. A point still has choices marked "auto".
+- A point's systems run the same, but for what per_system sets: then a system has a variant of the point.
 - A plan is one point for one system with every choice made. One data-parallel replica of it is a schedule.
 - A system (struct system) is a way of ordering work: one readable file that enumerates its layouts and builds
 its schedule. It sees model, cluster, plan and schedule, never an executor.
@@ -65,7 +66,10 @@ struct order {
     int wave;            /* micro-batches that travel together; 0: to be chosen */
     int waves_in_flight; /* 0: to be chosen */
     int prefer;          /* PREFER_OPEN: to be chosen */
+    int patient;         /* whether a lane waits for its most urgent ready operation; FLAG_OPEN */
+    int justified;       /* whether the order found is improved by justification; FLAG_OPEN */
 };
+#define FLAG_OPEN (-1)
 
 enum placement { PLACEMENT_SPLIT, PLACEMENT_MIXED };
 #define PLACEMENT_CHOICES "split-nodes|mixed-nodes"
@@ -102,6 +106,13 @@ const char *recompute_word(struct recompute recompute);
 
 /* ---- points ------------------------------------------------------------------------------------------ */
 
+/* What a sweep sets at a point. */
+struct swept {
+    const char *path;  /* "cluster.nodes" */
+    const char *value; /* JSON text, as the manifest gives it: a path of a model stays a path */
+    int number;        /* of the value in its list, from 0 */
+};
+
 struct point {
     const char *name; /* of the manifest */
     struct model *model;
@@ -123,21 +134,29 @@ struct point {
     int seed;
     struct cost_table *table; /* NULL: the cost model */
     struct training training;
+    int index;         /* in the experiment; a system's variant has its point's */
     const char *label; /* "seq_len=4096 cluster.nodes=8": the sweep's values here; "" without a sweep */
+    const struct swept *swept; /* the same, in the manifest's order; every point has the same paths */
+    int swept_count;
+    const char *own; /* JSON text of what per_system sets for the one system this is for; NULL: nothing */
+    struct point **variants; /* of each of the systems: what it runs, this point itself where per_system sets
+                                nothing */
 };
 
 struct experiment {
     const char *file;
     struct point *points;
     int point_count;
+    const char **files; /* that were read: the manifest, models, clusters */
+    int file_count;
     struct arena *arena;
 };
 
 struct override {
     const char *path, *value; /* from --set path=value; value is JSON, or else taken as a text */
 };
-/* Reads a manifest with all it refers to, applies overrides, expands the sweep. System names are checked by
-   the caller, who has the registry. False when errors were added. */
+/* Reads a manifest with all it refers to, applies overrides, expands the sweep and per_system. System names
+   are checked by the caller, who has the registry. False when errors were added. */
 bool experiment_read(const char *file, const struct override *overrides, int override_count,
                      struct experiment *experiment, struct errors *errors);
 /* The same from a text that stands for `file`: paths in it are relative to that file's folder. */
@@ -170,6 +189,13 @@ void plan_resize(struct plan *plan, int replicas, int replica_gpus, int attentio
 bool plan_check_cp(const struct plan *plan, int attention_gpus, const char *gpus_key, struct errors *errors);
 /* Tokens of a micro-batch on each attention GPU. */
 double plan_tokens(const struct plan *plan);
+
+/* `levers` with gradients, moments, ZeRO and offload of `state`. */
+static inline struct memory memory_with_state(struct memory levers, struct memory state) {
+    state.recompute = levers.recompute;
+    state.expert_input = levers.expert_input;
+    return state;
+}
 
 /* What the layer that is number `index` of its stage or group recomputes. */
 struct recompute plan_recompute(const struct plan *plan, int index);
@@ -303,10 +329,11 @@ enum executor { EXECUTOR_SIMULATOR = 1, EXECUTOR_CPU = 2, EXECUTOR_CUDA = 4, EXE
  */
 struct bound {
     double seconds; /* no step is shorter, whatever moments, zero and offload: the step's end is left out */
-    double bytes;   /* no GPU of the busiest group holds less: static bytes and what any order must keep */
+    double busy;    /* the same by what its lanes have to do, whatever the memory */
+    double memory_seconds; /* the same by the memory that each micro-batch takes, and for how long */
+    double bytes; /* no GPU of the busiest group holds less: static bytes and what any order must keep */
 };
 
-#define MAX_GROUPS 4096
 /* What a group's GPU holds all step long, what ends its step, what a micro-batch keeps on it between its
    passes in all of the group's layers, and what one layer's backward pass takes beside that. */
 struct need {
@@ -332,12 +359,19 @@ struct system {
     bool (*size)(struct plan *plan, struct errors *errors);
     /* Fills what is computed and not searched. NULL: nothing is. Behind size; errors as there. */
     bool (*settle)(struct plan *plan, struct errors *errors);
-    /* A bound that needs nothing settled; NULL: bound itself is as quick. */
+    /* A bound that needs nothing settled; NULL: there is none. */
     struct bound (*outline)(const struct plan *plan);
-    struct bound (*bound)(const struct plan *plan);
-    /* Of each group of the schedule, in its order; returns their number. needs has room for MAX_GROUPS. */
-    int (*needs)(const struct plan *plan, struct need *needs);
+    /* Groups of the schedule. */
+    int (*groups)(const struct plan *plan);
+    /* needs (count, groups): of each group, in the schedule's order, with each of the `count` states of
+       gradients, moments, ZeRO and offload in place of the plan's. Returns the plan's bound. */
+    struct bound (*needs)(const struct plan *plan, const struct memory *states, int count,
+                          struct need *needs);
     struct schedule *(*build)(const struct plan *plan);
 };
+
+static inline struct bound plan_bound(const struct system *system, const struct plan *plan) {
+    return system->needs(plan, NULL, 0, NULL);
+}
 
 #endif

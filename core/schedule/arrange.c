@@ -68,7 +68,7 @@ struct arranger {
     int *lane_done;       /* operations started on each lane */
     struct event *events; /* heap of running operations by end */
     int event_count;
-    int started;
+    int started, ended;
 };
 
 static bool same_lanes(const struct queue *queue, const struct operation *op) {
@@ -158,16 +158,22 @@ static struct event event_pop(struct arranger *a) {
     return first;
 }
 
-static bool startable(const struct arranger *a, const struct queue *queue) {
+/* Whether its turn has come on lanes with a given order. */
+static bool is_due(const struct arranger *a, const struct queue *queue) {
     if (!queue->count) return false;
     for (int i = 0; i < queue->lane_count; i++) {
         int lane = queue->lanes[i];
-        if (a->lane_busy[lane]) return false;
         const struct lane *order = &a->schedule->lanes[lane];
         if (order->given &&
             (a->lane_done[lane] >= order->count || order->ops[a->lane_done[lane]] != queue->heap[0].op))
             return false;
     }
+    return true;
+}
+
+static bool lanes_are_free(const struct arranger *a, const struct queue *queue) {
+    for (int i = 0; i < queue->lane_count; i++)
+        if (a->lane_busy[queue->lanes[i]]) return false;
     return true;
 }
 
@@ -194,15 +200,29 @@ static void start(struct arranger *a, struct queue *queue, double now) {
     begin(a, id, now);
 }
 
-/* Starts the best operation that a free lane allows; true when one was started. */
-static bool try_lane(struct arranger *a, int lane, double now) {
-    if (a->lane_busy[lane]) return false;
+/* The queue with the most urgent operation on a lane; NULL: none. */
+static struct queue *most_urgent(struct arranger *a, int lane, bool now) {
     struct queue *best = NULL;
     for (int i = 0; i < a->lane_queue_count[lane]; i++) {
         struct queue *queue = &a->queues[a->lane_queues[lane][i]];
-        if (startable(a, queue) && (!best || entry_before(queue->heap[0], best->heap[0]))) best = queue;
+        if (!is_due(a, queue) || (now && !lanes_are_free(a, queue))) continue;
+        if (!best || entry_before(queue->heap[0], best->heap[0])) best = queue;
     }
+    return best;
+}
+
+/* Starts the best operation that a free lane allows; true when one was started. A patient lane waits for the
+   most urgent one that is ready, and starts it when it is that on all its lanes. Some operation always is, on
+   lanes that are free or will be. */
+static bool try_lane(struct arranger *a, int lane, double now) {
+    if (a->lane_busy[lane]) return false;
+    struct queue *best = most_urgent(a, lane, !a->schedule->patient);
     if (!best) return false;
+    if (a->schedule->patient) {
+        if (!lanes_are_free(a, best)) return false;
+        for (int i = 0; i < best->lane_count; i++)
+            if (most_urgent(a, best->lanes[i], false) != best) return false;
+    }
     start(a, best, now);
     return true;
 }
@@ -259,6 +279,7 @@ static void prepare(struct arranger *a) {
     size_t ops = (size_t)schedule->op_count, lanes = (size_t)schedule->lane_count;
     timeline_reset(a->timeline, schedule->op_count);
     schedule->sequence = must_realloc(schedule->sequence, (ops ? ops : 1) * sizeof(int));
+    schedule->ended = must_realloc(schedule->ended, (ops ? ops : 1) * sizeof(int));
     a->queue_of = must_alloc((ops ? ops : 1) * sizeof(int));
     a->waiting = must_alloc((ops ? ops : 1) * sizeof(int));
     a->lane_queues = must_alloc(lanes * sizeof *a->lane_queues);
@@ -299,6 +320,7 @@ static double finish_next(struct arranger *a, bool *touched) {
     while (a->event_count && a->events[0].time == now) {
         int id = event_pop(a).op;
         const struct operation *op = &a->schedule->ops[id];
+        a->schedule->ended[a->ended++] = id;
         for (int i = 0; i < op->lane_count; i++) {
             a->lane_busy[op->lanes[i]] = false;
             touched[op->lanes[i]] = true;
@@ -326,16 +348,13 @@ static bool order_is_whole(const struct schedule *schedule) {
 static void forget_order(struct arranger *a) {
     struct schedule *schedule = a->schedule;
     free(schedule->sequence);
-    schedule->sequence = NULL;
+    free(schedule->ended);
+    schedule->sequence = schedule->ended = NULL;
     for (int lane = 0; lane < schedule->lane_count; lane++)
         if (!schedule->lanes[lane].given) schedule->lanes[lane].count = a->lane_done[lane];
 }
 
-bool schedule_arrange(struct schedule *schedule, struct timeline *timeline) {
-    return schedule_arrange_before(schedule, INFINITY, timeline);
-}
-
-bool schedule_arrange_before(struct schedule *schedule, double limit, struct timeline *timeline) {
+bool schedule_arrange_once(struct schedule *schedule, double limit, struct timeline *timeline) {
     if (!order_is_whole(schedule)) return false;
     struct arranger a = {.schedule = schedule, .timeline = timeline, .limit = limit};
     prepare(&a);

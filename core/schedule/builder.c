@@ -31,6 +31,7 @@ void schedule_free(struct schedule *schedule) {
     free(schedule->activations);
     free(schedule->reads);
     free(schedule->sequence);
+    free(schedule->ended);
     for (int lane = 0; lane < schedule->lane_count; lane++) free(schedule->lanes[lane].ops);
     arena_free(schedule->arena);
     free(schedule);

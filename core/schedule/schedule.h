@@ -111,7 +111,10 @@ struct schedule {
     struct lane *lanes; /* 3 × group_count */
     int lane_count;
     int *sequence; /* all operations in an order in which they may be executed, once arranged */
+    int *ended;    /* in the order in which the list-scheduler saw them end; NULL before */
     int layers, micro_batches;
+    bool patient;   /* the list-scheduler keeps a lane free for its most urgent ready operation */
+    bool justified; /* the order it finds is improved by justification; no lane has a given order then */
     struct arena *arena;
 };
 
@@ -172,13 +175,15 @@ struct timeline {
 void timeline_free(struct timeline *timeline);
 
 /* The priority list-scheduler: simulates with the planned durations; whenever a lane is free it starts the
-   ready operation of smallest (priority, id) whose lanes are all free, or, on a lane with a given order, only
-   the next one. Records the order it found on every lane. False when given orders dead-lock
-   (schedule_validate names the cycle). */
+   ready operation of smallest (priority, id) whose lanes are all free (patient: of all, when its lanes are),
+   or, on a lane with a given order, only the next one. Records the order it found on every lane. False when
+   given orders dead-lock (schedule_validate names the cycle). */
 bool schedule_arrange(struct schedule *schedule, struct timeline *timeline);
 /* The same, but gives up (false, no order recorded) as soon as some lane cannot end before `limit` seconds.
  */
 bool schedule_arrange_before(struct schedule *schedule, double limit, struct timeline *timeline);
+/* One pass alone: no justification. */
+bool schedule_arrange_once(struct schedule *schedule, double limit, struct timeline *timeline);
 
 /* Recomputes start and end from orders and dependencies alone. False when they contain a cycle. */
 bool schedule_replay(struct schedule *schedule, struct timeline *timeline);

@@ -132,11 +132,23 @@ void simulate_plan(const struct system *system, const struct plan *plan, struct 
     simulate_before(system, plan, INFINITY, result, keep_schedule, keep_timeline);
 }
 
+/* GPUs of the base's cluster ÷ of this one's: per_system may give a system a cluster of its own. */
+static double gpu_ratio(const struct point *base, const struct point *point) {
+    return base == point ? 1 : (double)cluster_gpus(base->cluster) / cluster_gpus(point->cluster);
+}
+
+static bool counts(const struct result *result) {
+    return result->feasible && !result->oom;
+}
+
 void fill_speedups(struct result *results, int count) {
     const struct result *base = NULL;
     for (int i = 0; i < count; i++)
-        if (results[i].feasible && !results[i].oom && strcmp(results[i].system->name, "megatron") == 0)
-            base = &results[i];
-    for (int i = 0; i < count; i++)
-        results[i].speedup = base && results[i].feasible ? results[i].tokens_per_s / base->tokens_per_s : NAN;
+        if (counts(&results[i]) && strcmp(results[i].system->name, "megatron") == 0) base = &results[i];
+    for (int i = 0; i < count; i++) {
+        results[i].speedup = NAN;
+        if (base && counts(&results[i]))
+            results[i].speedup = results[i].tokens_per_s / base->tokens_per_s *
+                                 gpu_ratio(base->plan.point, results[i].plan.point);
+    }
 }

@@ -1,426 +1,138 @@
 /*
 The tuner: makes a point's open choices for one system, maximising tokens/s of the whole cluster at the given
-batch under the memory limit.
+batch under the memory limit. space.h says what the choices are, trial.h how one is tried.
 
-Choices. A shape is a layout and a placement. Levers say what is recomputed (each side's level, in how many
-layers) and whether the experts' input is kept or sent again. A state is what hardly touches the pipeline:
-precision of gradients and moments, ZeRO, offload. An order is of systems that search one.
+1. Explore. Shapes (layout and placement) stand in a queue by what they promise: a lower bound of their step
+time that needs no placement; when that comes to the front, the tighter one of the placed shape; then one with
+what the memory allows. The first in the queue is looked at, with the levers that recompute least and with
+more and fewer micro-batches under way. What is seen says how many layer activations are alive at a time; so
+it can be reckoned which levers fit, in how many layers, and what they cost; the best guess is tried. This
+goes on until no promise is below the best step.
+2. Refine the shapes with the best estimates: a few orders for many of them, all orders about as deep as the
+best one for the best of them, each with the levers that should fit.
+3. Polish: from the best plan on, one choice at a time.
+4. Where a step is small, all other shapes are refined as well, and then everything is tried that no bound
+rules out, as far as a budget of simulated operations goes: so small points are searched to the end.
 
-1. Shapes stand in a queue by a lower bound of their step time: first one that needs no placement, then, when
-it comes to the front, the tighter one of the placed shape. The first in the queue is tried until no bound is
-below the best step found.
-2. Trying a shape: of every levers' bound the least come first. Levers leave the number of layers that
-recompute open; the bound says which is best. An open order is then tried under one typical policy, with as
-many micro-batches under way as fit.
-3. The best few shapes are refined: other policies, waves, numbers of layers, levers next to those found.
-State: for each simulated order the one is taken that fits beside the activations and ends the step soonest;
-of equals the least intrusive. Nothing depends on clocks or threads: the same point gives the same choice
-everywhere.
+A list-scheduler's step time jumps about as durations change, and less memory may mean a quicker step by
+accident. Trying many orders, and keeping the best, is what makes tuned plans get no slower when a point gets
+better (tests/test_tune.c measures by how much they do). Nothing depends on clocks or threads: the same point
+gives the same choice everywhere.
 */
 #include "sim/sim.h"
+#include "sim/trial.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_STATES 64
-#define MAX_LEVERS 32
-
-/* ---- the space --------------------------------------------------------------------------------------- */
-
-struct space {
-    const struct system *system;
-    const struct point *point;
-    bool fits; /* whatever is searched must fit the memory */
-    bool placement_open, order_open, wave_open, waves_open, prefer_open;
-    bool layers_open;                 /* of recomputation */
-    struct memory states[MAX_STATES]; /* gradients, moments, ZeRO, offload: the least intrusive first */
-    struct memory levers[MAX_LEVERS]; /* recomputation and expert input */
-    int state_count, lever_count;
-    double usable;
-};
-
-static bool is_open(const struct space *space, int open, int key) {
-    (void)space;
-    return (open & key) != 0;
-}
-
-static void list_states(struct space *space, int open) {
-    struct memory given = space->point->memory;
-    bool offload = is_open(space, open, MEMORY_OFFLOAD), moments = is_open(space, open, MEMORY_MOMENTS);
-    bool grads = is_open(space, open, MEMORY_GRADS), zero = is_open(space, open, MEMORY_ZERO);
-    for (int o = 0; o < (offload ? 2 : 1); o++)
-        for (int m = 0; m < (moments ? 2 : 1); m++)
-            for (int g = 0; g < (grads ? 2 : 1); g++)
-                for (int z = 0; z < (zero ? space->system->zero_max + 1 : 1); z++)
-                    space->states[space->state_count++] =
-                        (struct memory){.grads = grads ? g : given.grads,
-                                        .moments = moments ? m : given.moments,
-                                        .zero = zero ? z : given.zero,
-                                        .offload = offload ? o : given.offload};
-}
-
-/* Where both sides recompute all, the experts' input is sent again whatever the lever says. */
-static void list_levers(struct space *space, int open) {
-    struct memory given = space->point->memory;
-    bool recompute = is_open(space, open, MEMORY_RECOMPUTE),
-         input = is_open(space, open, MEMORY_EXPERT_INPUT);
-    for (int a = 0; a < (recompute ? ATTENTION_FULL + 1 : 1); a++)
-        for (int f = 0; f < (recompute ? FFN_FULL + 1 : 1); f++)
-            for (int i = 0; i < (input ? 2 : 1); i++) {
-                struct memory levers = {.recompute = given.recompute, .expert_input = given.expert_input};
-                if (recompute) levers.recompute = (struct recompute){a, f, 0};
-                if (input) levers.expert_input = i;
-                space->levers[space->lever_count++] = levers;
-            }
-    space->layers_open = recompute;
-}
-
-static struct space space_of(const struct system *system, const struct point *point) {
-    struct space space = {.system = system, .point = point, .usable = plan_usable_memory(point)};
-    bool whole = system->is_whole(&point->parallel);
-    int open = point->auto_memory ? MEMORY_ALL : whole ? 0 : MEMORY_ALL & ~point->memory_given;
-    if (point->table) open = 0; /* memory is not enforced then */
-    space.placement_open =
-        system->uses_placement && !point->placement_given && (point->auto_placement || !whole);
-    space.fits = !point->table && (!whole || open || space.placement_open);
-    space.wave_open = system->searches_order && !point->order.wave;
-    space.waves_open = system->searches_order && !point->order.waves_in_flight;
-    space.prefer_open = system->searches_order && point->order.prefer == PREFER_OPEN;
-    space.order_open = space.wave_open || space.waves_open || space.prefer_open;
-    list_states(&space, open);
-    list_levers(&space, open);
-    return space;
-}
-
-static struct memory with_state(struct memory levers, struct memory state) {
-    state.recompute = levers.recompute;
-    state.expert_input = levers.expert_input;
-    return state;
-}
-
-static struct memory leanest(const struct space *space, struct memory levers) {
-    return with_state(levers, space->states[space->state_count - 1]);
-}
-
-/* ---- the search's state ------------------------------------------------------------------------------ */
+#define SLACK 1.03        /* estimates this far behind the best are given up */
+#define FINALISTS 6       /* shapes that are refined */
+#define MORE_FINALISTS 24 /* where there is no order to refine, only layers that recompute */
+#define WHOLE_TRIALS 6    /* orders of each that are tried in full */
+/* Operations that may be simulated behind refining: for polishing; and for all else where they suffice for
+   that many steps. */
+#define POLISHING 6000000
+#define SWEEPING 24000000L
+#define FEWEST_STEPS 3000
 
 struct shape {
     struct plan plan;
-    double bound;   /* seconds per sequence */
-    bool settled;   /* the bound is of the placed shape */
-    double seconds; /* per sequence, the best found */
+    double bound;   /* seconds per sequence: no plan of it is quicker */
+    double promise; /* the same, with what memory allows reckoned in; by it the queue is ordered */
+    enum stage { LISTED, SETTLED, RECKONED } stage; /* of what bound and promise know */
+    double estimate; /* seconds per sequence of the best plan, by a short step; INFINITY: too slow, or too
+                        large */
     struct plan best;
+};
+
+struct shapes {
+    struct shape *list;
+    int count, capacity;
 };
 
 struct tuner {
     struct space space;
-    struct shape *queue; /* heap by bound */
-    int queue_count, queue_capacity;
-    struct shape *tried;
-    int tried_count, tried_capacity;
-    struct need *needs; /* room for a plan's groups */
-    double *activations;
-    struct plan best_plan;
-    double best; /* seconds per sequence */
-    bool found;
-    int64_t simulated;
+    struct trials trials;
+    struct shapes queue; /* a heap by bound */
+    struct shapes explored;
+    int64_t budget_end;
 };
 
-static double per_sequence(const struct plan *plan, double seconds) {
-    return seconds / plan->sequences;
-}
+/* ---- shapes ------------------------------------------------------------------------------------------ */
 
-/* ---- trying one plan --------------------------------------------------------------------------------- */
-
-/* The state that ends the step soonest among those that fit beside each group's activations (NULL: all fit);
-   false when none does. The least intrusive of equals. */
-static bool choose_state(const struct tuner *tuner, const struct plan *plan, const double *activations,
-                         struct memory *chosen) {
-    const struct space *space = &tuner->space;
-    double soonest = INFINITY;
-    for (int i = 0; i < space->state_count; i++) {
-        struct plan tried = *plan;
-        tried.memory = with_state(plan->memory, space->states[i]);
-        int groups = space->system->needs(&tried, tuner->needs);
-        double bytes = 0, seconds = 0;
-        for (int g = 0; g < groups; g++) {
-            const struct need *need = &tuner->needs[g];
-            if (activations) bytes = fmax(bytes, need->static_bytes + activations[g]);
-            seconds = fmax(seconds, need->end.grad_sync + need->end.optimizer + need->end.param_gather);
-        }
-        if (space->fits && bytes > space->usable) continue;
-        if (seconds < soonest) {
-            soonest = seconds;
-            *chosen = tried.memory;
-        }
+static void add_shape(struct shapes *shapes, struct shape shape) {
+    if (shapes->count == shapes->capacity) {
+        shapes->capacity = shapes->capacity ? 2 * shapes->capacity : 64;
+        shapes->list = must_realloc(shapes->list, (size_t)shapes->capacity * sizeof *shapes->list);
     }
-    return soonest < INFINITY;
+    shapes->list[shapes->count++] = shape;
 }
-
-/* Peak activations of each group, static bytes left out; returns how many groups there are. */
-static int read_activations(const struct tuner *tuner, const struct schedule *schedule,
-                            const struct timeline *timeline) {
-    schedule_memory_peaks(schedule, timeline, tuner->activations);
-    for (int g = 0; g < schedule->group_count; g++) tuner->activations[g] -= schedule->groups[g].static_bytes;
-    return schedule->group_count;
-}
-
-enum outcome { TOO_SLOW, TOO_LARGE, FITS };
-
-/* What one trial showed. load: activations ÷ what the leanest state leaves for them, of the worst group. */
-struct trial {
-    enum outcome outcome;
-    double seconds, load; /* per sequence */
-    struct plan plan;     /* with its state */
-};
-
-static double load_of(const struct tuner *tuner, const struct plan *plan) {
-    struct plan lean = *plan;
-    lean.memory = leanest(&tuner->space, plan->memory);
-    int groups = tuner->space.system->needs(&lean, tuner->needs);
-    double load = 0;
-    for (int g = 0; g < groups; g++)
-        load =
-            fmax(load, tuner->activations[g] / fmax(1, tuner->space.usable - tuner->needs[g].static_bytes));
-    return load;
-}
-
-static void keep_best(struct tuner *tuner, const struct trial *trial) {
-    if (tuner->found && trial->seconds >= tuner->best) return;
-    tuner->found = true;
-    tuner->best = trial->seconds;
-    tuner->best_plan = trial->plan;
-}
-
-/* Simulates a plan, gives up when it cannot be better than `limit` seconds per sequence. */
-static struct trial try_plan(struct tuner *tuner, struct plan plan, double limit) {
-    const struct system *system = tuner->space.system;
-    struct trial trial = {.outcome = TOO_SLOW, .seconds = INFINITY, .plan = plan};
-    struct schedule *schedule;
-    struct timeline timeline = {0};
-    struct result result;
-    struct memory chosen;
-    choose_state(tuner, &plan, NULL, &plan.memory); /* the quickest: what cannot win with it never can */
-    tuner->simulated++;
-    if (!simulate_before(system, &plan, limit * plan.sequences, &result, &schedule, &timeline)) return trial;
-    read_activations(tuner, schedule, &timeline);
-    timeline_free(&timeline);
-    schedule_free(schedule);
-    trial.load = load_of(tuner, &plan);
-    trial.outcome = TOO_LARGE;
-    if (!choose_state(tuner, &plan, tuner->activations, &chosen)) return trial;
-    if (memcmp(&chosen, &plan.memory, sizeof chosen) != 0) {
-        plan.memory = chosen;
-        tuner->simulated++;
-        simulate_plan(system, &plan, &result, NULL, NULL);
-        if (result.oom && tuner->space.fits) return trial;
-    }
-    trial.outcome = FITS;
-    trial.plan = plan;
-    trial.seconds = per_sequence(&plan, result.step_time);
-    keep_best(tuner, &trial);
-    return trial;
-}
-
-/* ---- micro-batches under way ------------------------------------------------------------------------- */
-
-static struct order order_of(const struct space *space, int wave, int waves, int prefer) {
-    const struct order *given = &space->point->order;
-    return (struct order){space->wave_open ? wave : given->wave,
-                          space->waves_open ? waves : given->waves_in_flight,
-                          space->prefer_open ? prefer : given->prefer};
-}
-
-static int waves_that_matter(const struct plan *plan, int wave) {
-    return (plan->micro_batches + wave - 1) / wave;
-}
-
-/* With waves of this size, as many under way as fit: activations grow about in proportion to their number.
-   Fewer are tried too as long as that is no slower: they may be quicker, since orders are found greedily. */
-static struct trial fill_memory(struct tuner *tuner, struct plan plan, int wave, int prefer, int first_guess,
-                                double slack) {
-    struct trial best = {.outcome = TOO_LARGE, .seconds = INFINITY, .plan = plan};
-    int most = waves_that_matter(&plan, wave), waves = first_guess < most ? first_guess : most;
-    int fit = 0, over = most + 1; /* the most known to fit, the fewest known not to */
-    if (waves < 1) waves = 1;
-    double least_load = INFINITY;
-    for (int round = 0; round < 8; round++) {
-        plan.order = order_of(&tuner->space, wave, waves, prefer);
-        double limit = tuner->found ? slack * tuner->best : INFINITY;
-        struct trial trial = try_plan(tuner, plan, limit);
-        if (trial.outcome == TOO_LARGE) {
-            over = waves;
-            least_load = fmin(least_load, trial.load);
-        } else
-            fit = waves;
-        if (trial.seconds < best.seconds) best = trial;
-        if (trial.outcome == TOO_SLOW || fit + 1 >= over || !tuner->space.waves_open) break;
-        int next = trial.load > 0 ? (int)(waves / trial.load) : most;
-        if (next <= fit) next = fit + 1;
-        if (next >= over) next = over - 1;
-        waves = next;
-    }
-    best.load = least_load;
-    return best;
-}
-
-/* ---- levers of one shape ----------------------------------------------------------------------------- */
-
-struct option {
-    struct memory levers;
-    double bound; /* seconds per sequence */
-    double bytes;
-};
-
-static struct option option_of(const struct tuner *tuner, const struct plan *shape, struct memory levers,
-                               int layers) {
-    struct plan plan = *shape;
-    levers.recompute.layers = layers;
-    plan.memory = leanest(&tuner->space, levers);
-    struct bound bound = tuner->space.system->bound(&plan);
-    return (struct option){levers, per_sequence(&plan, bound.seconds), bound.bytes};
-}
-
-static int layers_of_group(const struct plan *plan) {
-    int parts = plan->parallel.groups ? plan->parallel.groups : plan->parallel.pp;
-    return (plan->point->model->layers + parts - 1) / parts;
-}
-
-static bool recomputes(struct memory levers) {
-    return levers.recompute.attention || levers.recompute.ffn;
-}
-
-/* The number of layers with the least bound among those that fit: with more of them there is more to do and
-   less to keep, so the least stands where either stops deciding. */
-static struct option best_layers(const struct tuner *tuner, const struct plan *shape, struct memory levers) {
-    struct option all = option_of(tuner, shape, levers, 0);
-    bool fits = all.bytes <= tuner->space.usable || !tuner->space.fits;
-    if (!tuner->space.layers_open || !recomputes(levers) || !fits) return all;
-    int low = 1, high = layers_of_group(shape); /* high: all, known to fit */
-    struct option best = all;
-    while (low < high) {
-        int middle = (low + high) / 2;
-        struct option here = option_of(tuner, shape, levers, middle);
-        struct option next = middle + 1 == high ? best : option_of(tuner, shape, levers, middle + 1);
-        bool here_fits = here.bytes <= tuner->space.usable;
-        if (here_fits && here.bound <= next.bound) {
-            best = here;
-            high = middle;
-        } else
-            low = middle + 1;
-    }
-    return best;
-}
-
-static int by_option(const void *a, const void *b) {
-    const struct option *x = a, *y = b;
-    if (x->bound != y->bound) return x->bound < y->bound ? -1 : 1;
-    return memcmp(&x->levers, &y->levers, sizeof x->levers);
-}
-
-/* All levers that may fit, least bound first. */
-static int list_options(const struct tuner *tuner, const struct plan *shape, struct option *options) {
-    int count = 0;
-    for (int i = 0; i < tuner->space.lever_count; i++) {
-        struct option option = best_layers(tuner, shape, tuner->space.levers[i]);
-        if (tuner->space.fits && option.bytes > tuner->space.usable) continue;
-        options[count++] = option;
-    }
-    qsort(options, (size_t)count, sizeof *options, by_option);
-    return count;
-}
-
-/* ---- one shape --------------------------------------------------------------------------------------- */
-
-/* Fewer or more layers: until it fits. */
-static struct trial try_given_order(struct tuner *tuner, struct plan plan, double slack) {
-    struct trial trial = {0};
-    int all = layers_of_group(&plan);
-    for (int round = 0; round < 8; round++) {
-        double limit = tuner->found ? slack * tuner->best : INFINITY;
-        trial = try_plan(tuner, plan, limit);
-        int layers = plan.memory.recompute.layers;
-        if (trial.outcome != TOO_LARGE || !tuner->space.layers_open || !layers) break;
-        layers += 1 + (int)((trial.load - 1) * all);
-        plan.memory.recompute.layers = layers >= all ? 0 : layers;
-    }
-    return trial;
-}
-
-static int guess_waves(const struct plan *plan, int wave) {
-    (void)plan;
-    return (8 + wave - 1) / wave;
-}
-
-static void try_shape(struct tuner *tuner, struct shape *shape) {
-    struct option options[MAX_LEVERS];
-    int count = list_options(tuner, &shape->plan, options), fitted = 0;
-    for (int i = 0; i < count && fitted < 3; i++) {
-        if (tuner->found && options[i].bound >= tuner->best) break;
-        struct plan plan = shape->plan;
-        plan.memory = options[i].levers;
-        struct trial trial = tuner->space.order_open
-                                 ? fill_memory(tuner, plan, 1, PREFER_BACKWARD, guess_waves(&plan, 1), 1.05)
-                                 : try_given_order(tuner, plan, 1);
-        if (trial.outcome == FITS) fitted++;
-        if (trial.seconds >= shape->seconds) continue;
-        shape->seconds = trial.seconds;
-        shape->best = trial.plan;
-    }
-}
-
-/* ---- the queue --------------------------------------------------------------------------------------- */
 
 static bool shape_before(const struct shape *a, const struct shape *b) {
-    if (a->bound != b->bound) return a->bound < b->bound;
+    if (a->promise != b->promise) return a->promise < b->promise;
     int parallel = memcmp(&a->plan.parallel, &b->plan.parallel, sizeof a->plan.parallel);
     return parallel ? parallel < 0 : a->plan.placement < b->plan.placement;
 }
 
-static void queue_push(struct tuner *tuner, struct shape shape) {
-    if (tuner->queue_count == tuner->queue_capacity) {
-        tuner->queue_capacity = tuner->queue_capacity ? 2 * tuner->queue_capacity : 64;
-        tuner->queue = must_realloc(tuner->queue, (size_t)tuner->queue_capacity * sizeof *tuner->queue);
-    }
-    int at = tuner->queue_count++;
-    while (at > 0 && shape_before(&shape, &tuner->queue[(at - 1) / 2])) {
-        tuner->queue[at] = tuner->queue[(at - 1) / 2];
+static void queue_push(struct shapes *queue, struct shape shape) {
+    add_shape(queue, shape);
+    int at = queue->count - 1;
+    while (at > 0 && shape_before(&shape, &queue->list[(at - 1) / 2])) {
+        queue->list[at] = queue->list[(at - 1) / 2];
         at = (at - 1) / 2;
     }
-    tuner->queue[at] = shape;
+    queue->list[at] = shape;
 }
 
-static struct shape queue_pop(struct tuner *tuner) {
-    struct shape first = tuner->queue[0], last = tuner->queue[--tuner->queue_count];
+static struct shape queue_pop(struct shapes *queue) {
+    struct shape first = queue->list[0], last = queue->list[--queue->count];
     int at = 0;
     for (;;) {
         int child = 2 * at + 1;
-        if (child >= tuner->queue_count) break;
-        if (child + 1 < tuner->queue_count && shape_before(&tuner->queue[child + 1], &tuner->queue[child]))
-            child++;
-        if (!shape_before(&tuner->queue[child], &last)) break;
-        tuner->queue[at] = tuner->queue[child];
+        if (child >= queue->count) break;
+        if (child + 1 < queue->count && shape_before(&queue->list[child + 1], &queue->list[child])) child++;
+        if (!shape_before(&queue->list[child], &last)) break;
+        queue->list[at] = queue->list[child];
         at = child;
     }
-    tuner->queue[at] = last;
+    queue->list[at] = last;
     return first;
 }
 
-/* The least bound of any levers. */
-static double shape_bound(const struct tuner *tuner, const struct plan *shape, bool placed) {
-    const struct system *system = tuner->space.system;
+/* Between what was found of a shape and what it promises: a better order may come near that. */
+static double prospect(const struct shape *shape) {
+    return shape->estimate + shape->promise;
+}
+
+static int by_prospect(const void *a, const void *b) {
+    const struct shape *x = a, *y = b;
+    if (prospect(x) != prospect(y)) return prospect(x) < prospect(y) ? -1 : 1;
+    return shape_before(x, y) ? -1 : shape_before(y, x);
+}
+
+static struct plan with_levers(const struct plan *shape, struct memory levers) {
     struct plan plan = *shape;
-    if (!placed) {
-        plan.memory = leanest(&tuner->space, tuner->space.levers[0]);
-        return system->outline ? per_sequence(&plan, system->outline(&plan).seconds) : 0;
-    }
-    struct option options[MAX_LEVERS];
-    return list_options(tuner, shape, options) ? options[0].bound : INFINITY;
+    plan.memory = levers;
+    return plan;
+}
+
+/* Layers of a stage or group, the fullest one's. */
+static int layers_of(const struct plan *plan) {
+    int parts = plan->parallel.groups ? plan->parallel.groups : plan->parallel.pp;
+    return (plan->point->model->layers + parts - 1) / parts;
+}
+
+/* Ahead of placing: the least work of any levers. */
+static double outline_of(const struct tuner *tuner, const struct plan *shape) {
+    const struct system *system = tuner->space.system;
+    struct plan plan = with_levers(shape, space_leanest(&tuner->space, tuner->space.levers[0]));
+    return system->outline ? per_sequence(&plan, system->outline(&plan).seconds) : 0;
 }
 
 static void list_shapes(struct tuner *tuner, const struct parallel *layouts, int count) {
     const struct space *space = &tuner->space;
+    tuner->queue.count = 0;
     for (int i = 0; i < count; i++)
         for (int place = 0; place < (space->placement_open ? 2 : 1); place++) {
             struct errors ignored = {0};
@@ -429,67 +141,470 @@ static void list_shapes(struct tuner *tuner, const struct parallel *layouts, int
                          .parallel = layouts[i],
                          .order = space->point->order,
                          .placement = space->placement_open ? place : space->point->placement},
-                .seconds = INFINITY};
+                .estimate = INFINITY};
             bool possible = space->system->size(&shape.plan, &ignored);
             errors_free(&ignored);
             if (!possible) continue;
-            shape.bound = shape_bound(tuner, &shape.plan, false);
-            queue_push(tuner, shape);
+            shape.bound = shape.promise = outline_of(tuner, &shape.plan);
+            queue_push(&tuner->queue, shape);
         }
 }
 
+/* The least time with some levers in some part of the layers, when work grows and what is kept shrinks in
+   proportion to that part: where the one grows past the other. Between the ends that is reckoned, no bound.
+ */
+static double promise_of(const struct known *none, const struct known *all, bool partly) {
+    double work = none->bound.busy, more = all->bound.busy - work;
+    double memory = none->bound.memory_seconds, less = memory - all->bound.memory_seconds;
+    double end = fmax(all->bound.busy, all->bound.memory_seconds);
+    if (!partly || memory == INFINITY || more + less <= 0) return end;
+    double part = fmin(1, fmax(0, (memory - work) / (more + less)));
+    return fmin(end, fmax(work + part * more, memory - part * less));
+}
+
+/* Places a shape. Its bound is then that of the levers that recompute least, memory aside: more of them mean
+   more work. */
 static bool settle(struct tuner *tuner, struct shape *shape) {
+    const struct system *system = tuner->space.system;
     struct errors ignored = {0};
-    bool settled = !tuner->space.system->settle || tuner->space.system->settle(&shape->plan, &ignored);
+    bool settled = !system->settle || system->settle(&shape->plan, &ignored);
     errors_free(&ignored);
     if (!settled) return false;
-    shape->settled = true;
-    shape->bound = fmax(shape->bound, shape_bound(tuner, &shape->plan, true));
-    return shape->bound < INFINITY;
+    struct plan lightest = with_levers(&shape->plan, tuner->space.levers[0]);
+    double busy = known_of(&tuner->trials, &lightest)->bound.busy;
+    shape->bound = shape->promise = fmax(shape->bound, per_sequence(&shape->plan, busy));
+    return true;
 }
 
-static void try_shapes(struct tuner *tuner) {
-    while (tuner->queue_count) {
-        struct shape shape = queue_pop(tuner);
-        if (tuner->found && shape.bound >= tuner->best) break;
-        if (!shape.settled) {
-            if (settle(tuner, &shape)) queue_push(tuner, shape);
+/* The promise of the levers that promise most. False when no levers fit. */
+static bool reckon(struct tuner *tuner, struct shape *shape) {
+    const struct space *space = &tuner->space;
+    struct plan lightest = with_levers(&shape->plan, space->levers[0]);
+    const struct known *none = known_of(&tuner->trials, &lightest);
+    double promise = INFINITY;
+    for (int i = 0; i < space->lever_count; i++) {
+        struct plan plan = with_levers(&shape->plan, space->levers[i]);
+        const struct known *all = known_of(&tuner->trials, &plan);
+        if (all->bound.bytes > space->usable) continue;
+        promise = fmin(promise, promise_of(none, all, space->layers_open && recomputes(plan.memory)));
+    }
+    shape->promise = fmax(shape->bound, per_sequence(&shape->plan, promise));
+    return promise < INFINITY;
+}
+
+/* What is known of a shape grows when it comes to the queue's front. False when nothing of it can fit. */
+static bool learn_more(struct tuner *tuner, struct shape *shape) {
+    memo_trim(&tuner->trials);
+    return shape->stage++ == LISTED ? settle(tuner, shape) : reckon(tuner, shape);
+}
+
+/* ---- levers by what was seen with others ------------------------------------------------------------- */
+
+/* What was seen with one order and the levers that recompute least. */
+struct sight {
+    struct order order;
+    double seconds;      /* per sequence */
+    double *activations; /* (groups) */
+};
+
+/* The plan that should be quickest of a sight, and how quick it should be. */
+struct guess {
+    struct plan plan;
+    double seconds;
+};
+
+/* The part of the layers that must recompute so that activations fit which were seen with `base` in every
+   layer: they grow as what a micro-batch keeps. Above 1: all are too few. */
+static double part_that_fits(const struct tuner *tuner, const struct known *base, const struct known *levers,
+                             const double *activations) {
+    const double *lean = lean_bytes(&tuner->trials, levers);
+    double part = 0;
+    for (int g = 0; g < levers->groups; g++) {
+        double under_way = (activations[g] - base->backward[g]) / base->kept[g];
+        double left = tuner->space.usable - lean[g] - levers->backward[g];
+        double none = under_way * base->kept[g], all = under_way * levers->kept[g];
+        if (under_way <= 0 || none <= left) continue;
+        part = fmax(part, all < none ? (none - left) / (none - all) : INFINITY);
+    }
+    return part;
+}
+
+/* With levers number i; INFINITY seconds where they do not suffice. */
+static struct guess guess_levers(struct tuner *tuner, const struct plan *shape, const struct sight *sight,
+                                 int i) {
+    const struct space *space = &tuner->space;
+    struct plan lightest = with_levers(shape, space->levers[0]), plan = with_levers(shape, space->levers[i]);
+    const struct known *base = known_of(&tuner->trials, &lightest);
+    const struct known *known = known_of(&tuner->trials, &plan);
+    double part = part_that_fits(tuner, base, known, sight->activations);
+    bool open = space->layers_open && recomputes(plan.memory);
+    if (part > 1 || (!open && i == 0 && part > 0)) return (struct guess){.seconds = INFINITY};
+    int layers = layers_of(shape), recomputing = part > 0 ? (int)ceil(part * layers - 1e-9) : 1;
+    double work = known->bound.busy / base->bound.busy;
+    if (open) work = 1 + (work - 1) * recomputing / layers;
+    if (open && recomputing < layers) plan.memory.recompute.layers = recomputing;
+    plan.order = sight->order;
+    return (struct guess){plan, sight->seconds * work};
+}
+
+static struct guess best_guess(struct tuner *tuner, const struct plan *shape, const struct sight *sight) {
+    struct guess best = {.seconds = INFINITY};
+    for (int i = 0; i < tuner->space.lever_count; i++) {
+        struct guess guess = guess_levers(tuner, shape, sight, i);
+        if (guess.seconds < best.seconds) best = guess;
+    }
+    return best;
+}
+
+/* Sees a shape under one order; false when that is too slow to matter. */
+static bool look(struct tuner *tuner, const struct plan *shape, struct order order, struct sight *sight) {
+    struct plan plan = with_levers(shape, tuner->space.levers[0]);
+    plan.order = sight->order = order;
+    sight->seconds = try_short(&tuner->trials, &plan, SLACK * tuner->trials.best);
+    if (sight->seconds == INFINITY) return false;
+    int groups = known_of(&tuner->trials, &plan)->groups;
+    sight->activations = must_realloc(sight->activations, (size_t)groups * sizeof(double));
+    memcpy(sight->activations, tuner->trials.activations, (size_t)groups * sizeof(double));
+    return true;
+}
+
+/* The estimate of a plan whose short step fits, with the state that then fits; INFINITY when it is not below
+   `limit`. load: above 1 when it does not fit. */
+static double estimate_of(struct tuner *tuner, struct plan *plan, double limit, double *load) {
+    struct trials *trials = &tuner->trials;
+    double seconds = try_short(trials, plan, limit);
+    *load = 0;
+    if (seconds == INFINITY) return INFINITY;
+    double quickest = choose_state(trials, plan, NULL, &plan->memory);
+    double end = choose_state(trials, plan, trials->activations, &plan->memory);
+    if (end == INFINITY) *load = load_of(trials, plan);
+    return end < INFINITY ? seconds + per_sequence(plan, end - quickest) : INFINITY;
+}
+
+/* Tries what a sight promises until it holds: the estimate of what fits, INFINITY when none is below `limit`.
+   Changes the sight's activations by what it learns. */
+static double follow(struct tuner *tuner, const struct plan *shape, struct sight *sight, double limit,
+                     struct plan *found) {
+    for (int round = 0; round < 4; round++) {
+        struct guess guess = best_guess(tuner, shape, sight);
+        double load, seconds = INFINITY;
+        if (guess.seconds >= limit) return INFINITY;
+        double part = estimate_of(tuner, &guess.plan, limit, &load);
+        *found = guess.plan;
+        /* Layers that are all alike may keep a better beat, although they have more to do. */
+        if (guess.plan.memory.recompute.layers) {
+            double ignored;
+            guess.plan.memory.recompute.layers = 0;
+            seconds = estimate_of(tuner, &guess.plan, fmin(limit, part), &ignored);
+            if (seconds < part) *found = guess.plan;
+        }
+        seconds = fmin(part, seconds);
+        if (seconds < INFINITY || load == 0) return seconds;
+        int groups = tuner->space.system->groups(shape);
+        for (int g = 0; g < groups; g++) sight->activations[g] *= load * 1.001;
+    }
+    return INFINITY;
+}
+
+/* ---- exploring --------------------------------------------------------------------------------------- */
+
+static bool explore_order(struct tuner *tuner, struct shape *shape, struct order order, struct sight *sight) {
+    struct plan found;
+    if (!look(tuner, &shape->plan, order, sight)) return false;
+    double limit = fmin(shape->estimate, SLACK * tuner->trials.best);
+    double estimate = follow(tuner, &shape->plan, sight, limit, &found);
+    if (estimate >= shape->estimate) return true;
+    /* A short step may flatter: what looks like the best is tried in full. */
+    if (estimate < tuner->trials.best) {
+        try_whole(&tuner->trials, found);
+        estimate = fmax(estimate, tuner->trials.best);
+    }
+    shape->estimate = estimate;
+    shape->best = found;
+    return true;
+}
+
+/* Waves of one micro-batch, `deep` of them under way; false when that is too slow to matter. */
+static bool explore_depth(struct tuner *tuner, struct shape *shape, int deep, struct sight *sight) {
+    const struct space *space = &tuner->space;
+    struct order plain = space_order(space, 1, deep, policy_of(PREFER_FORWARD, true, false));
+    struct order justified = space_order(space, 1, deep, policy_of(PREFER_FORWARD, true, true));
+    if (!explore_order(tuner, shape, plain, sight)) return false;
+    if (space->justified_open) explore_order(tuner, shape, justified, sight);
+    return true;
+}
+
+/* Many under way first: with fewer there is more waiting, so when many are too slow nothing else need be
+   looked at. Still more where the memory had room for many. */
+static void explore(struct tuner *tuner, struct shape *shape) {
+    static const int fewer[] = {8, 6, 5, 4, 3, 2, 1};
+    struct sight sight = {0};
+    int micro_batches = shape->plan.micro_batches, many = micro_batches < 12 ? micro_batches : 12;
+    bool matters = explore_depth(tuner, shape, many, &sight);
+    for (size_t i = 0; tuner->space.order_open && i < COUNT(fewer) && matters; i++)
+        if (fewer[i] < many) matters = explore_depth(tuner, shape, fewer[i], &sight);
+    if (shape->best.order.wave * shape->best.order.waves_in_flight == 12 && micro_batches > 12)
+        explore_depth(tuner, shape, micro_batches < 24 ? micro_batches : 24, &sight);
+    free(sight.activations);
+}
+
+/* Other policies about as deep as the best order found, and waves of some more sizes. Backward passes first
+   hold less, so that more may be under way. */
+static void look_again(struct tuner *tuner, struct shape *shape) {
+    const struct space *space = &tuner->space;
+    struct sight sight = {0};
+    int deep = shape->best.order.wave * shape->best.order.waves_in_flight;
+    int micro_batches = shape->plan.micro_batches, backward = policy_of(PREFER_BACKWARD, true, true);
+    for (int wave = 2; wave <= 4 && wave <= micro_batches; wave++)
+        for (int prefer = PREFER_BACKWARD; prefer <= PREFER_FORWARD; prefer++)
+            explore_order(tuner, shape,
+                          space_order(space, wave, (deep + wave - 1) / wave,
+                                      policy_of((enum prefer)prefer, true, true)),
+                          &sight);
+    explore_order(tuner, shape, space_order(space, 1, deep, policy_of(PREFER_FORWARD, false, false)), &sight);
+    for (int half = 2; half <= 4 && deep * half / 2 <= micro_batches; half++)
+        explore_order(tuner, shape, space_order(space, 1, deep * half / 2, backward), &sight);
+    free(sight.activations);
+}
+
+static void explore_shapes(struct tuner *tuner) {
+    while (tuner->queue.count) {
+        struct shape shape = queue_pop(&tuner->queue);
+        if (shape.promise >= tuner->trials.best) {
+            queue_push(&tuner->queue, shape);
+            return;
+        }
+        if (shape.stage != RECKONED) {
+            if (learn_more(tuner, &shape)) queue_push(&tuner->queue, shape);
             continue;
         }
-        try_shape(tuner, &shape);
-        if (tuner->tried_count == tuner->tried_capacity) {
-            tuner->tried_capacity = tuner->tried_capacity ? 2 * tuner->tried_capacity : 64;
-            tuner->tried = must_realloc(tuner->tried, (size_t)tuner->tried_capacity * sizeof *tuner->tried);
-        }
-        tuner->tried[tuner->tried_count++] = shape;
+        explore(tuner, &shape);
+        add_shape(&tuner->explored, shape);
     }
 }
 
 /* ---- refining ---------------------------------------------------------------------------------------- */
 
-static int by_seconds(const void *a, const void *b) {
-    const struct shape *x = a, *y = b;
-    if (x->seconds != y->seconds) return x->seconds < y->seconds ? -1 : 1;
-    return shape_before(x, y) ? -1 : 1;
+/* Tries a plan with all layers recomputing, then as it is, then fewer of them until it no longer fits, or
+   more until it does. */
+static void try_layers(struct tuner *tuner, struct plan plan) {
+    int all = layers_of(&plan), step = 0;
+    if (plan.memory.recompute.layers && tuner->space.layers_open) {
+        struct plan whole = plan;
+        whole.memory.recompute.layers = 0;
+        try_plan(&tuner->trials, whole);
+    }
+    double load = try_plan(&tuner->trials, plan);
+    if (!tuner->space.layers_open || !recomputes(plan.memory)) return;
+    for (int round = 0; round < 6; round++) {
+        int layers = plan.memory.recompute.layers ? plan.memory.recompute.layers : all;
+        int next = load > 0 ? 1 : -1;
+        if ((step && next != step) || layers + next > all || layers + next < 1) return;
+        step = next;
+        plan.memory.recompute.layers = layers + step == all ? 0 : layers + step;
+        load = try_plan(&tuner->trials, plan);
+    }
 }
 
-static void refine(struct tuner *tuner, struct shape *shape) {
-    static const int waves[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
-    int in_flight = shape->best.order.wave * shape->best.order.waves_in_flight;
-    for (size_t i = 0; i < COUNT(waves); i++)
-        for (int prefer = 0; prefer < PREFER_COUNT; prefer++) {
-            int wave = waves[i];
-            if (wave > shape->plan.micro_batches) continue;
-            fill_memory(tuner, shape->best, wave, prefer, (in_flight + wave / 2) / wave, 1);
+static int by_seconds(const void *a, const void *b) {
+    const struct guess *x = a, *y = b;
+    if (x->seconds != y->seconds) return x->seconds < y->seconds ? -1 : 1;
+    return memcmp(&x->plan.order, &y->plan.order, sizeof x->plan.order);
+}
+
+struct guesses {
+    struct guess *list;
+    int count;
+};
+
+static void add_guess(struct guesses *guesses, struct guess guess) {
+    if (guess.seconds == INFINITY) return;
+    guesses->list = must_realloc(guesses->list, (size_t)(guesses->count + 1) * sizeof *guesses->list);
+    guesses->list[guesses->count++] = guess;
+}
+
+static void guess_order(struct tuner *tuner, const struct plan *shape, struct order order,
+                        struct sight *sight, struct guesses *guesses) {
+    if (look(tuner, shape, order, sight)) add_guess(guesses, best_guess(tuner, shape, sight));
+}
+
+/* More waves than the batch has make no difference. */
+static bool waves_matter(int wave, int waves, int micro_batches) {
+    return waves == 1 || wave * (waves - 1) < micro_batches;
+}
+
+/* Policies that were ever the best on points of real size; polishing and sweeping try all. */
+static void guess_all_orders(struct tuner *tuner, const struct shape *shape, struct sight *sight,
+                             struct guesses *guesses) {
+    const int policies[] = {policy_of(PREFER_FORWARD, true, true), policy_of(PREFER_BACKWARD, true, true),
+                            policy_of(PREFER_FORWARD, false, true), policy_of(PREFER_FORWARD, true, false),
+                            policy_of(PREFER_BACKWARD, true, false)};
+    int deep = shape->best.order.wave * shape->best.order.waves_in_flight;
+    int most = deep + deep / 2 + 2, micro_batches = shape->plan.micro_batches;
+    for (int wave = 1; wave <= most && wave <= micro_batches; wave++)
+        for (int waves = 1; wave * waves <= most; waves++) {
+            if (wave * waves < deep / 2 || !waves_matter(wave, waves, micro_batches)) continue;
+            for (size_t i = 0; i < COUNT(policies); i++)
+                guess_order(tuner, &shape->plan, space_order(&tuner->space, wave, waves, policies[i]), sight,
+                            guesses);
         }
 }
 
+static void try_guesses(struct tuner *tuner, struct guesses *guesses) {
+    if (guesses->count) qsort(guesses->list, (size_t)guesses->count, sizeof *guesses->list, by_seconds);
+    for (int i = 0; i < guesses->count && i < WHOLE_TRIALS; i++)
+        if (guesses->list[i].seconds < SLACK * tuner->trials.best) try_layers(tuner, guesses->list[i].plan);
+    free(guesses->list);
+}
+
+/* The levers that should be quickest under one order: they may differ by less than is known of them. */
+static void refine_levers(struct tuner *tuner, const struct shape *shape, struct order order) {
+    struct sight sight = {0};
+    struct guesses guesses = {0};
+    if (look(tuner, &shape->plan, order, &sight))
+        for (int i = 0; i < tuner->space.lever_count; i++)
+            add_guess(&guesses, guess_levers(tuner, &shape->plan, &sight, i));
+    try_guesses(tuner, &guesses);
+    free(sight.activations);
+}
+
+static void refine_orders(struct tuner *tuner, const struct shape *shape) {
+    struct sight sight = {0};
+    struct guesses guesses = {0};
+    guess_all_orders(tuner, shape, &sight, &guesses);
+    try_guesses(tuner, &guesses);
+    free(sight.activations);
+}
+
+static void refine(struct tuner *tuner, const struct shape *shape) {
+    memo_trim(&tuner->trials);
+    try_layers(tuner, shape->best);
+    refine_levers(tuner, shape, shape->best.order);
+    if (tuner->space.order_open) refine_orders(tuner, shape);
+}
+
+static void refine_shapes(struct tuner *tuner) {
+    struct shapes *explored = &tuner->explored;
+    bool open = tuner->space.order_open;
+    int finalists = open ? FINALISTS : MORE_FINALISTS;
+    if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
+    for (int i = 0; open && i < explored->count && i < MORE_FINALISTS; i++)
+        if (explored->list[i].estimate < INFINITY) look_again(tuner, &explored->list[i]);
+    if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
+    for (int i = 0; i < explored->count && i < finalists; i++)
+        if (explored->list[i].estimate < INFINITY) refine(tuner, &explored->list[i]);
+}
+
+/* ---- polishing and sweeping -------------------------------------------------------------------------- */
+
+static bool has_budget(const struct tuner *tuner) {
+    return tuner->trials.operations < tuner->budget_end;
+}
+
+/* Orders with `least` to `most` micro-batches under way; the plan's own where orders are not open. */
+static void try_orders(struct tuner *tuner, struct plan plan, int least, int most) {
+    const struct space *space = &tuner->space;
+    if (!space->order_open) try_plan(&tuner->trials, plan);
+    if (most > plan.micro_batches) most = plan.micro_batches;
+    for (int wave = 1; space->order_open && wave <= most; wave++)
+        for (int waves = 1; wave * waves < most + wave && has_budget(tuner); waves++) {
+            if (wave * waves < least) continue;
+            for (int policy = 0; policy < POLICIES; policy++) {
+                plan.order = space_order(space, wave, waves, policy);
+                try_plan(&tuner->trials, plan);
+            }
+        }
+}
+
+/* All levers, in all numbers of layers or in those next to the plan's; the plan's order, or any (most > 0).
+ */
+static void try_levers(struct tuner *tuner, struct plan plan, bool all_layers, int most) {
+    int layers = layers_of(&plan), here = plan.memory.recompute.layers;
+    for (int i = 0; i < tuner->space.lever_count && has_budget(tuner); i++) {
+        struct memory levers = tuner->space.levers[i];
+        bool open = tuner->space.layers_open && recomputes(levers);
+        for (int n = 0; n < (open ? layers : 1); n++) {
+            if (!all_layers && n && abs(n - here) > 1) continue;
+            plan.memory = levers;
+            if (open) plan.memory.recompute.layers = n;
+            if (most)
+                try_orders(tuner, plan, 1, most);
+            else
+                try_plan(&tuner->trials, plan);
+        }
+    }
+}
+
+/* One choice at a time, the others as in the best plan, until none of them helps. */
+static void polish(struct tuner *tuner) {
+    struct trials *trials = &tuner->trials;
+    for (double before = INFINITY; trials->best < before && has_budget(tuner);) {
+        before = trials->best;
+        memo_trim(trials);
+        int deep = trials->best_plan.order.wave * trials->best_plan.order.waves_in_flight;
+        try_levers(tuner, trials->best_plan, layers_of(&trials->best_plan) <= 8, 0);
+        try_orders(tuner, trials->best_plan, deep * 3 / 4, deep + deep / 4 + 1);
+        for (int i = 0; i < tuner->explored.count && i < 16 && has_budget(tuner); i++) {
+            struct plan plan = with_levers(&tuner->explored.list[i].plan, trials->best_plan.memory);
+            plan.order = trials->best_plan.order;
+            try_plan(trials, plan);
+        }
+    }
+}
+
+/* The shapes that were not among the best, or given up as too slow: as deep as the best plan. */
+static void refine_more(struct tuner *tuner) {
+    struct shapes *explored = &tuner->explored;
+    for (int i = 0; i < explored->count && has_budget(tuner); i++) {
+        struct shape shape = explored->list[i];
+        if (shape.bound >= tuner->trials.best || (i < FINALISTS && shape.estimate < INFINITY)) continue;
+        if (shape.estimate == INFINITY) {
+            shape.best = with_levers(&shape.plan, tuner->space.levers[0]);
+            shape.best.order = tuner->trials.best_plan.order;
+        }
+        refine(tuner, &shape);
+    }
+}
+
+static void sweep(struct tuner *tuner) {
+    for (int i = 0; i < tuner->explored.count && has_budget(tuner); i++) {
+        const struct shape *shape = &tuner->explored.list[i];
+        memo_trim(&tuner->trials);
+        if (shape->bound < tuner->trials.best)
+            try_levers(tuner, shape->plan, true, shape->plan.micro_batches);
+    }
+}
+
+/* Shapes whose promise no estimate was below. */
+static void keep_rest(struct tuner *tuner) {
+    while (tuner->queue.count && has_budget(tuner)) {
+        struct shape shape = queue_pop(&tuner->queue);
+        bool fits = shape.bound < tuner->trials.best;
+        while (fits && shape.stage != RECKONED) fits = learn_more(tuner, &shape);
+        if (fits && shape.bound < tuner->trials.best) add_shape(&tuner->explored, shape);
+    }
+}
+
+/* Operations of a whole step of the best plan, or of any. */
+static int64_t step_operations(const struct tuner *tuner) {
+    const struct shapes *explored = &tuner->explored;
+    const struct plan *plan = explored->count ? &explored->list[0].plan : NULL;
+    if (tuner->trials.best < INFINITY) plan = &tuner->trials.best_plan;
+    return plan ? (int64_t)plan->micro_batches * plan->point->model->layers * 10 : 0;
+}
+
 static void search(struct tuner *tuner) {
-    try_shapes(tuner);
-    if (!tuner->space.order_open) return;
-    qsort(tuner->tried, (size_t)tuner->tried_count, sizeof *tuner->tried, by_seconds);
-    for (int i = 0; i < tuner->tried_count && i < 4; i++)
-        if (tuner->tried[i].seconds < INFINITY) refine(tuner, &tuner->tried[i]);
+    tuner->explored.count = 0;
+    explore_shapes(tuner);
+    refine_shapes(tuner);
+    tuner->budget_end = tuner->trials.operations + POLISHING;
+    polish(tuner);
+    if (step_operations(tuner) * FEWEST_STEPS > SWEEPING) return;
+    tuner->budget_end = tuner->trials.operations + SWEEPING;
+    keep_rest(tuner);
+    refine_more(tuner);
+    polish(tuner);
+    sweep(tuner);
 }
 
 /* ---- the point --------------------------------------------------------------------------------------- */
@@ -499,18 +614,18 @@ static void search(struct tuner *tuner) {
 static bool report_impossible(const struct space *space, int layout_count, struct errors *errors) {
     int before = errors->count;
     const struct point *point = space->point;
+    const struct system *system = space->system;
     struct plan plan = {.point = point, .parallel = point->parallel, .placement = point->placement};
     if (space->placement_open) plan.placement = PLACEMENT_MIXED; /* takes whatever there are GPUs for */
-    if (space->system->size(&plan, errors) && space->system->is_whole(&point->parallel) &&
-        space->system->settle)
-        space->system->settle(&plan, errors);
+    if (system->size(&plan, errors) && system->is_whole(&point->parallel) && system->settle)
+        system->settle(&plan, errors);
     if (layout_count == 0 && errors->count == before)
         errors_add(errors, NULL, "parallel",
                    "no layout of %s with what is given fits the cluster's %d GPUs and the model's %d layers",
-                   space->system->name, cluster_gpus(point->cluster), point->model->layers);
-    if (point->memory.zero > space->system->zero_max)
+                   system->name, cluster_gpus(point->cluster), point->model->layers);
+    if (point->memory.zero > system->zero_max)
         errors_add(errors, NULL, "memory.zero", "found %d; %s allows at most %d", point->memory.zero,
-                   space->system->name, space->system->zero_max);
+                   system->name, system->zero_max);
     return errors->count > before;
 }
 
@@ -520,22 +635,23 @@ bool tune_point(const struct system *system, const struct point *point, struct p
     int count = system->layouts(point, NULL, 0);
     struct parallel *layouts = must_alloc((size_t)(count + 1) * sizeof *layouts);
     system->layouts(point, layouts, count);
-    tuner.needs = must_alloc(MAX_GROUPS * sizeof *tuner.needs);
-    tuner.activations = must_alloc(MAX_GROUPS * sizeof *tuner.activations);
+    tuner.trials = trials_new(&tuner.space);
     bool possible = !report_impossible(&tuner.space, count, errors);
     if (possible) {
         list_shapes(&tuner, layouts, count);
         search(&tuner);
-        *feasible = tuner.found;
-        *plan = tuner.found ? tuner.best_plan : (struct plan){.point = point};
+        if (tuner.trials.best == INFINITY && !tuner.space.searches_memory) {
+            tuner.space.usable = INFINITY; /* what is given runs as given */
+            memo_clear(&tuner.trials);
+            list_shapes(&tuner, layouts, count);
+            search(&tuner);
+        }
+        *feasible = tuner.trials.best < INFINITY;
+        *plan = *feasible ? tuner.trials.best_plan : (struct plan){.point = point};
     }
-    if (getenv("TUNE_DEBUG"))
-        fprintf(stderr, "%s: %d layouts, %d shapes left, %d tried, %ld simulated, best %g\n", system->name,
-                count, tuner.queue_count, tuner.tried_count, (long)tuner.simulated, tuner.best);
-    free(tuner.queue);
-    free(tuner.tried);
-    free(tuner.needs);
-    free(tuner.activations);
+    trials_free(&tuner.trials);
+    free(tuner.queue.list);
+    free(tuner.explored.list);
     free(layouts);
     return possible;
 }
