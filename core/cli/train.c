@@ -84,10 +84,13 @@ static bool take_imports(struct train *train, char **argv, int argc) {
 static bool take_real(const char *option, const char *text, double *number) {
     if (!text) return true;
     char *end;
-    train->tolerance = strtod(text, &end);
-    if (end != text && !*end && isfinite(train->tolerance) && train->tolerance >= 0) return true;
-    fprintf(stderr, "disagmoe: train: --tolerance: a number from 0 on is needed, found %s\n", text);
-    return false;
+    double value = strtod(text, &end);
+    if (end == text || *end || !isfinite(value) || value < 0) {
+        fprintf(stderr, "disagmoe: train: %s: a number from 0 on is needed, found %s\n", option, text);
+        return false;
+    }
+    *number = value;
+    return true;
 }
 
 static bool check_options(const struct train *train) {
@@ -151,30 +154,19 @@ static void set_dtype(struct train *train, struct model *model) {
 
 /* The manifest with what the command line changes. */
 static bool load(struct train *train, struct errors *errors) {
-<<<<<<< HEAD
-    if (!load_experiment(&train->options, &train->experiment, errors)) return false;
-    for (int i = 0; i < train->experiment.point_count; i++) {
-        struct point *point = &train->experiment.points[i];
-        set_dtype(train, point->model);
-        if (train->steps) point->training.steps = train->steps;
-        if (train->data) point->training.data = train->data;
-    }
-    return true;
-=======
     const struct output outputs[] = {{"--jsonl", train->options.jsonl}, {"--trace", train->options.trace}};
     struct experiment *experiment = &train->experiment;
     if (!load_experiment(&train->options, experiment, errors)) return false;
     for (int i = 0; i < experiment->point_count; i++)
         for (int k = -1; k < experiment->points[i].system_count; k++) {
             struct point *point = k < 0 ? &experiment->points[i] : experiment->points[i].variants[k];
-            point->model->dtype = OWN_DTYPE;
+            set_dtype(train, point->model);
             if (train->steps) point->training.steps = train->steps;
             if (train->data) point->training.data = train->data;
         }
     int before = errors->count;
     check_outputs(outputs, COUNT(outputs), experiment, errors);
     return errors->count == before;
->>>>>>> main
 }
 
 static struct runs list_runs(const struct train *train) {
