@@ -185,7 +185,7 @@ static int tiles_of_sequence(const struct attention_shape *shape) {
 
 static struct tile tile_of(const struct attention_shape *shape, int sequence, int number) {
     int tiles = tiles_of_piece(shape), start = number % tiles * TILE_QUERIES;
-    struct piece piece = piece_here(shape->sequences, number / tiles);
+    struct sequence_piece piece = piece_here(shape->sequences, number / tiles);
     return (struct tile){(size_t)sequence * rows_of_sequence(shape->sequences) + piece.row + start,
                          (size_t)sequence * shape->sequences.seq_len, piece.position + start,
                          smaller(TILE_QUERIES, piece.rows - start)};

@@ -61,7 +61,7 @@ void context_free(struct context *context);                 /* its scratch, not 
 struct sequences {
     int count, seq_len, cp, index;
 };
-struct piece {
+struct sequence_piece {
     int number;    /* among the sequence's pieces */
     int row, rows; /* where its rows begin among the GPU's rows of the sequence; how many there are */
     int position;  /* of its first token in the sequence */
@@ -75,9 +75,9 @@ static inline int pieces_of_sequence(struct sequences s) {
 static inline int pieces_here(struct sequences s) {
     return s.cp > 1 ? 2 : 1;
 }
-static inline struct piece piece_here(struct sequences s, int i) {
+static inline struct sequence_piece piece_here(struct sequences s, int i) {
     int rows = s.seq_len / pieces_of_sequence(s), number = i ? 2 * s.cp - 1 - s.index : s.index;
-    return (struct piece){number, i * rows, rows, number * rows};
+    return (struct sequence_piece){number, i * rows, rows, number * rows};
 }
 /* Rows of one sequence; of all. */
 static inline int rows_of_sequence(struct sequences s) {
@@ -88,7 +88,7 @@ static inline int rows_of_all(struct sequences s) {
 }
 /* In its sequence, of one of the sequence's rows. */
 static inline int position_of_row(struct sequences s, int row) {
-    struct piece piece = piece_here(s, row >= s.seq_len / pieces_of_sequence(s));
+    struct sequence_piece piece = piece_here(s, row >= s.seq_len / pieces_of_sequence(s));
     return piece.position + row - piece.row;
 }
 

@@ -115,7 +115,7 @@ void route_count(const struct model *model, int *choices, const struct route *ro
     int experts = model->moe.experts, top_k = model->moe.top_k;
     for (int s = 0; s < sequences.count; s++)
         for (int i = 0; i < pieces_here(sequences); i++) {
-            struct piece piece = piece_here(sequences, i);
+            struct sequence_piece piece = piece_here(sequences, i);
             int *here = choices + choices_at(model, sequences, s, piece.number);
             size_t copy = ((size_t)s * rows_of_sequence(sequences) + piece.row) * top_k;
             memset(here, 0, (size_t)top_k * experts * sizeof *here);
@@ -142,7 +142,7 @@ static void settle_piece(const struct model *model, struct route *route, const i
     int experts = model->moe.experts, capacity = model_expert_capacity(model, sequences.seq_len);
     int *chosen = route->chosen + (size_t)sequence * experts;
     for (int i = 0; i < pieces_here(sequences); i++) {
-        struct piece piece = piece_here(sequences, i);
+        struct sequence_piece piece = piece_here(sequences, i);
         if (piece.number != number) continue;
         size_t row = (size_t)sequence * rows_of_sequence(sequences) + piece.row;
         drop_choices(model, route, chosen, row, piece.rows, k, capacity);

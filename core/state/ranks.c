@@ -7,10 +7,6 @@ Reading off a schedule which rank holds what.
 
 /* ---- groups ------------------------------------------------------------------------------------------ */
 
-static int group_of_lane(const struct operation *op, int slot) {
-    return op->lanes[slot] / RESOURCE_COUNT;
-}
-
 /* Where forward operations of each kind run. */
 static void read_groups(struct ranks *ranks, struct arena *arena) {
     const struct schedule *schedule = ranks->schedule;
