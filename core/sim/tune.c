@@ -220,8 +220,12 @@ static double part_that_fits(const struct tuner *tuner, const struct known *base
     const double *lean = lean_bytes(&tuner->trials, levers);
     double part = 0;
     for (int g = 0; g < levers->groups; g++) {
-        double under_way = (activations[g] - base->backward[g]) / base->kept[g];
         double left = tuner->space.usable - lean[g] - levers->backward[g];
+        if (base->kept[g] == 0) { /* where all is recomputed nothing grows with what is under way */
+            if (left < 0) part = INFINITY;
+            continue;
+        }
+        double under_way = (activations[g] - base->backward[g]) / base->kept[g];
         double none = under_way * base->kept[g], all = under_way * levers->kept[g];
         if (under_way <= 0 || none <= left) continue;
         part = fmax(part, all < none ? (none - left) / (none - all) : INFINITY);
@@ -555,12 +559,14 @@ static void polish(struct tuner *tuner) {
 /* The shapes that were not among the best, or given up as too slow: as deep as the best plan. */
 static void refine_more(struct tuner *tuner) {
     struct shapes *explored = &tuner->explored;
+    struct order least = space_order(&tuner->space, 1, 1, policy_of(PREFER_FORWARD, true, true));
     for (int i = 0; i < explored->count && has_budget(tuner); i++) {
         struct shape shape = explored->list[i];
+        struct order order = tuner->trials.best < INFINITY ? tuner->trials.best_plan.order : least;
         if (shape.bound >= tuner->trials.best || (i < FINALISTS && shape.estimate < INFINITY)) continue;
         if (shape.estimate == INFINITY) {
             shape.best = with_levers(&shape.plan, tuner->space.levers[0]);
-            shape.best.order = tuner->trials.best_plan.order;
+            shape.best.order = order;
         }
         refine(tuner, &shape);
     }
