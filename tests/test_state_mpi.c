@@ -446,7 +446,7 @@ static void check_tables(const struct run *run, struct state *state) {
         most = larger(most, check_gradients_of(run, state, COMPONENT_EMBEDDING, -1));
     else
         check(!state->embedding && !state->embedding_gradient, "an embedding not held");
-    if (run->ranks.head == group)
+    if (head_part(&run->ranks, seat_of(&run->ranks, state->rank)) >= 0)
         most = larger(most, check_gradients_of(run, state, COMPONENT_HEAD, -1));
     else
         check(is_zero(&state->head, sizeof state->head), "a head not held");
