@@ -334,7 +334,12 @@ static void capacity_as_planned(void **state) {
     route_forward(&context, &model, &route, forced_routing_new(arena, &model, share, SEQ_LEN), 0,
                   whole_sequences(1, SEQ_LEN));
     for (int copy = 0; copy < SEQ_LEN * TOP_K; copy++) found[ids[copy]] += stays[copy];
-    struct point point = {.model = &model, .seq_len = SEQ_LEN, .micro_batch_size = 1, .routing.share = share};
+    struct cluster cluster = {0};
+    struct point point = {.model = &model,
+                          .cluster = &cluster,
+                          .seq_len = SEQ_LEN,
+                          .micro_batch_size = 1,
+                          .routing.share = share};
     struct plan plan = {.point = &point, .parallel.cp = 1};
     struct sides sides = {{gpus, 1, NULL, 0}, {gpus + 1, EXPERTS, NULL, 0}, {gpus, 1, NULL, 0}};
     for (int e = 0; e < EXPERTS; e++) {
