@@ -11,10 +11,11 @@ Interleaved (vpp > 1): stage s holds chunks s, s + pp, s + 2·pp, …; pp micro-
 the next chunk, and the warm-up is 2·(pp − stage − 1) + (vpp − 1)·pp chunks, as in Megatron-Core's
 schedules.py.
 
-Choices. A stage is one group of `ep` GPUs, each with attention replicated and experts ÷ ep; tensor
-parallelism is 1. The compute lane's order is written here; a lane that waits for an all-to-all waits, since
-the next operation in its order needs it. Point-to-point messages travel beside computation. Layers are spread
-over stages so that the slowest stage, embedding and head included, is as fast as can be (Megatron's
+Choices. A stage is one group of `ep` GPUs, each with attention replicated and experts ÷ ep, where each run of
+cp GPUs holds one sequence between them; tensor parallelism is 1. The compute lane's order is written here; a
+lane that waits for an all-to-all waits, since the next operation in its order needs it. Point-to-point
+messages travel beside computation. Layers are spread over stages so that the slowest stage, embedding and
+head included, is as fast as can be (Megatron's
 --pipeline-model-parallel-layout allows any split), which for equal stages is the even split. Replicas of a
 stage stand next to each other, stage after stage.
 */
@@ -34,56 +35,78 @@ struct chunk {
 struct layout {
     const struct plan *plan;
     int pp, vpp, ep, chunks;
-    struct chunk *chunk;     /* pp × vpp of them, in the order tokens pass them */
-    int **gpus;              /* of each stage in the replica that is modelled */
-    int **all_gpus;          /* of each stage in all replicas */
-    int *tied;               /* GPUs with a tied embedding: of the first and last stage, in all replicas */
-    int **expert_gpus;       /* GPUs that hold the same experts as the stage's first GPU, one a replica */
-    double *slowest;         /* GPU speed of each stage */
-    struct layer_cost *cost; /* of each layer */
+    struct chunk *chunk; /* pp × vpp of them, in the order tokens pass them */
+    int **gpus;          /* of each stage in the replica that is modelled */
+    int **all_gpus;      /* of each stage in all replicas */
+    int *tied;           /* GPUs with a tied embedding: of the first and last stage, in all replicas */
+    int **expert_gpus;   /* GPUs that hold the same experts as the stage's first GPU, one a replica */
+    double *slowest;     /* GPU speed of each stage */
+    struct recompute *recompute; /* of each layer */
+    struct layer_cost *cost;
     struct layer_memory *memory;
     double embed[2], head[2]; /* forward, backward seconds */
     double p2p, p2p_bytes;
     struct arena *arena;
 };
 
+static struct sides sides_of(const struct layout *layout, int stage) {
+    struct side side = {.gpus = layout->gpus[stage], .count = layout->ep};
+    return (struct sides){side, side, side};
+}
+
+/* Number of a layer within its stage, lowest first. */
+static int index_in_stage(const struct layout *layout, int chunk, int layer) {
+    int index = layer - layout->chunk[chunk].first_layer;
+    for (int c = layout->chunk[chunk].stage; c < chunk; c += layout->pp) index += layout->chunk[c].layers;
+    return index;
+}
+
+static bool sends_again(const struct layout *layout, struct recompute recompute) {
+    return layout->plan->memory.expert_input == INPUT_RESEND ||
+           (recompute.attention == ATTENTION_FULL && recompute.ffn == FFN_FULL);
+}
+
 /* Forward and backward of a layer, one operation after the other. */
-static double block_seconds(const struct layout *layout, int layer, const struct layer_cost *cost) {
-    const struct memory *memory = &layout->plan->memory;
-    bool moe = model_layer_is_moe(layout->plan->point->model, layer);
-    double transfers = moe ? cost->dispatch + cost->combine : 0;
-    double forward = cost->attention[PASS_FORWARD] + cost->ffn[PASS_FORWARD] + transfers;
-    double backward = cost->attention[PASS_BACKWARD] + cost->attention[PASS_WEIGHT] +
-                      cost->ffn[PASS_BACKWARD] + cost->ffn[PASS_WEIGHT] + cost->attention[PASS_RECOMPUTE] +
-                      cost->ffn[PASS_RECOMPUTE] + transfers;
-    if (memory->recompute == RECOMPUTE_FULL)
-        backward += transfers;
-    else if (moe && memory->expert_input == INPUT_RESEND)
-        backward += cost->dispatch;
-    return forward + backward;
+static double block_seconds(const struct layout *layout, int layer, struct recompute recompute,
+                            const struct layer_cost *cost) {
+    double seconds = 0, dispatch = cost->dispatch.seconds, combine = cost->combine.seconds;
+    for (int pass = 0; pass < PASS_COUNT; pass++) seconds += cost->attention[pass] + cost->ffn[pass];
+    if (!model_layer_is_moe(layout->plan->point->model, layer)) return seconds;
+    seconds += 2 * (dispatch + combine);
+    if (sends_again(layout, recompute)) seconds += dispatch;
+    if (recompute.attention == ATTENTION_FULL && recompute.ffn == FFN_FULL) seconds += combine;
+    return seconds;
+}
+
+/* Seconds of a typical layer that is number `index` of its stage. */
+static double typical_seconds(const struct layout *layout, int index) {
+    int layer = layout->plan->point->model->layers - 1;
+    struct recompute recompute = plan_recompute(layout->plan, index);
+    struct layer_cost cost = plan_layer_cost(layout->plan, layer, recompute, sides_of(layout, 0));
+    return block_seconds(layout, layer, recompute, &cost);
 }
 
 /* Gives each layer in turn to the stage that is least loaded, then spreads a stage's layers over its chunks.
  */
-static void split_layers(struct layout *layout, struct layer_cost typical) {
+static void split_layers(struct layout *layout) {
     int layers = layout->plan->point->model->layers, pp = layout->pp;
     double *load = arena_alloc(layout->arena, (size_t)pp * sizeof *load);
     int *count = arena_alloc(layout->arena, (size_t)pp * sizeof *count);
+    /* The first ones of a stage may recompute, the others not. */
+    int recomputing = layout->plan->memory.recompute.layers;
+    double lowest = typical_seconds(layout, 0);
+    double others = recomputing ? typical_seconds(layout, recomputing) : lowest;
     load[0] += layout->embed[0] + layout->embed[1];
     load[pp - 1] += layout->head[0] + layout->head[1];
-    double block = block_seconds(layout, layers - 1, &typical);
-    for (int stage = 0; stage < pp; stage++) { /* every chunk has at least one layer */
-        count[stage] = layout->vpp;
-        load[stage] += layout->vpp * block;
-    }
-    for (int layer = pp * layout->vpp; layer < layers; layer++) {
+    for (int layer = 0; layer < layers; layer++) {
         int least = 0;
         for (int stage = 1; stage < pp; stage++)
             if (load[stage] < load[least] || (load[stage] == load[least] && count[stage] < count[least]))
                 least = stage;
-        count[least]++;
+        if (layer < pp * layout->vpp) least = layer % pp; /* every chunk has at least one layer */
+        load[least] += !recomputing || count[least] < recomputing ? lowest : others;
         /* Costs that are all 0 still split evenly. */
-        load[least] += block;
+        count[least]++;
     }
     int next = 0;
     for (int c = 0; c < layout->chunks; c++) {
@@ -119,20 +142,39 @@ static void place_stages(struct layout *layout) {
     memcpy(layout->tied + all, layout->all_gpus[layout->pp - 1], (size_t)all * sizeof(int));
 }
 
-static struct sides sides_of(const struct layout *layout, int stage) {
-    int *gpus = layout->gpus[stage], ep = layout->ep;
-    return (struct sides){gpus, ep, gpus, ep, gpus, ep};
+static bool same_cost(const struct layout *layout, int a, int b) {
+    const struct model *model = layout->plan->point->model;
+    struct recompute x = layout->recompute[a], y = layout->recompute[b];
+    return model_layer_is_moe(model, a) == model_layer_is_moe(model, b) &&
+           model_layer_window(model, a) == model_layer_window(model, b) && x.attention == y.attention &&
+           x.ffn == y.ffn;
+}
+
+static void price_layer(struct layout *layout, int c, int i) {
+    const struct chunk *chunk = &layout->chunk[c];
+    int layer = chunk->first_layer + i;
+    layout->recompute[layer] = plan_recompute(layout->plan, index_in_stage(layout, c, layer));
+    for (int before = c % layout->pp; before <= c; before += layout->pp)
+        for (int k = 0; k < (before == c ? i : layout->chunk[before].layers); k++) {
+            int like = layout->chunk[before].first_layer + k;
+            if (!same_cost(layout, layer, like)) continue;
+            layout->cost[layer] = layout->cost[like];
+            layout->memory[layer] = layout->memory[like];
+            return;
+        }
+    struct sides sides = sides_of(layout, chunk->stage);
+    layout->cost[layer] = plan_layer_cost(layout->plan, layer, layout->recompute[layer], sides);
+    layout->memory[layer] = plan_layer_memory(layout->plan, layer, layout->recompute[layer], sides);
 }
 
 static void price(struct layout *layout) {
     const struct plan *plan = layout->plan;
     const struct point *point = plan->point;
-    int ep = layout->ep, pp = layout->pp, layers = point->model->layers;
-    double tokens = (double)point->micro_batch_size * point->seq_len;
-    for (int pass = 0; pass < 2; pass++) {
-        enum pass which = pass ? PASS_BACKWARD : PASS_FORWARD;
-        layout->embed[pass] = plan_embed_cost(plan, which, tokens, layout->slowest[0]);
-        layout->head[pass] = plan_head_cost(plan, which, tokens, layout->slowest[pp - 1]);
+    int ep = layout->ep, pp = layout->pp;
+    double tokens = plan_tokens(plan);
+    for (int backward = 0; backward < 2; backward++) {
+        layout->embed[backward] = plan_embed_cost(plan, backward, tokens, layout->slowest[0]);
+        layout->head[backward] = plan_head_cost(plan, backward, tokens, layout->slowest[pp - 1]);
     }
     layout->p2p_bytes = tokens * model_hidden_bytes(point->model);
     if (pp > 1 && point->table)
@@ -140,15 +182,11 @@ static void price(struct layout *layout) {
     else if (pp > 1)
         layout->p2p =
             cluster_pairwise(point->cluster, layout->gpus[0], layout->gpus[1], ep, layout->p2p_bytes).seconds;
-    split_layers(layout, plan_layer_cost(layout->plan, layers - 1, sides_of(layout, 0)));
-    /* A stage with a slow GPU, or one whose GPUs straddle nodes differently, has costs of its own. */
+    split_layers(layout);
+    /* A stage with a slow GPU, or one whose GPUs straddle nodes differently, has costs of its own; its layers
+       of one kind that recompute alike have the same. */
     for (int c = 0; c < layout->chunks; c++)
-        for (int i = 0; i < layout->chunk[c].layers; i++) {
-            int layer = layout->chunk[c].first_layer + i;
-            layout->cost[layer] =
-                plan_layer_cost(layout->plan, layer, sides_of(layout, layout->chunk[c].stage));
-            layout->memory[layer] = plan_layer_memory(plan, layer, sides_of(layout, layout->chunk[c].stage));
-        }
+        for (int i = 0; i < layout->chunk[c].layers; i++) price_layer(layout, c, i);
 }
 
 static struct layout *layout_new(const struct plan *plan) {
@@ -167,6 +205,7 @@ static struct layout *layout_new(const struct plan *plan) {
     layout->all_gpus = arena_alloc(arena, pp * sizeof *layout->all_gpus);
     layout->expert_gpus = arena_alloc(arena, pp * sizeof *layout->expert_gpus);
     layout->slowest = arena_alloc(arena, pp * sizeof *layout->slowest);
+    layout->recompute = arena_alloc(arena, (size_t)layers * sizeof *layout->recompute);
     layout->cost = arena_alloc(arena, (size_t)layers * sizeof *layout->cost);
     layout->memory = arena_alloc(arena, (size_t)layers * sizeof *layout->memory);
     place_stages(layout);
@@ -202,8 +241,8 @@ static int stage_shards(const struct layout *layout, int stage, struct shard sha
 static struct need stage_need(const struct layout *layout, int stage) {
     struct shard shards[3];
     int count = stage_shards(layout, stage, shards);
-    return (struct need){plan_static_bytes(layout->plan, shards, count),
-                         plan_step_end(layout->plan, shards, count)};
+    return (struct need){.static_bytes = plan_static_bytes(layout->plan, shards, count),
+                         .end = plan_step_end(layout->plan, shards, count)};
 }
 
 /* ---- the order of a stage ---------------------------------------------------------------------------- */
@@ -283,9 +322,11 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
         if (c == 0) at = schedule_compute(schedule, KIND_EMBED, PASS_FORWARD, -1, m, 0, layout->embed[0]);
         for (int l = chunk->first_layer; l < chunk->first_layer + chunk->layers; l++) {
             blocks[l] = (struct block){.plan = layout->plan,
+                                       .recompute = layout->recompute[l],
                                        .cost = &layout->cost[l],
+                                       .combine = &layout->cost[l].combine,
                                        .memory = &layout->memory[l],
-                                       .place = {chunk->stage, chunk->stage, chunk->stage},
+                                       .place = {chunk->stage, chunk->stage, &chunk->stage, 1},
                                        .layer = l,
                                        .micro_batch = m};
             at = block_forward(schedule, &blocks[l], at);
@@ -293,7 +334,7 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
         at = wait_for(schedule, layout, chunk, PASS_FORWARD, m, at);
         range->last = schedule->op_count;
     }
-    int gradient = plan_add_head(schedule, last_stage, m, at, layout->head, hidden);
+    int gradient = plan_add_head(schedule, last_stage, m, 0, 1, at, layout->head, hidden);
     ranges[layout->chunks - 1][0].last = gradient;
     at = gradient;
     for (int c = layout->chunks - 1; c >= 0; c--) {
@@ -301,7 +342,7 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
         ranges[c][1].first = c == layout->chunks - 1 ? gradient : schedule->op_count;
         if (c < layout->chunks - 1) at = wait_for(schedule, layout, chunk, PASS_BACKWARD, m, at);
         for (int l = chunk->first_layer + chunk->layers - 1; l >= chunk->first_layer; l--)
-            at = block_backward(schedule, &blocks[l], at);
+            at = block_backward(schedule, &blocks[l], &at);
         if (c == 0) {
             int before = at;
             at = schedule_compute(schedule, KIND_EMBED, PASS_BACKWARD, -1, m, 0, layout->embed[1]);
@@ -346,22 +387,37 @@ static struct schedule *build(const struct plan *plan) {
 
 /* ---- planning ---------------------------------------------------------------------------------------- */
 
+static bool is_whole(const struct parallel *given) {
+    return given->pp && given->vpp && given->ep;
+}
+
+static int at_least_one(int value) {
+    return value ? value : 1;
+}
+
 static bool size(struct plan *plan, struct errors *errors) {
     const struct point *point = plan->point;
-    const struct parallel *parallel = &plan->parallel;
+    struct parallel *parallel = &plan->parallel;
     int before = errors->count, gpus = cluster_gpus(point->cluster);
-    if (parallel->pp * parallel->vpp > point->model->layers)
+    parallel->pp = at_least_one(parallel->pp);
+    parallel->vpp = at_least_one(parallel->vpp);
+    parallel->cp = at_least_one(parallel->cp);
+    if (!parallel->ep) parallel->ep = parallel->cp;
+    if (parallel->pp > point->model->layers)
+        errors_add(errors, NULL, "parallel.pp", "found %d; at most the model's %d layers are allowed",
+                   parallel->pp, point->model->layers);
+    else if ((int64_t)parallel->pp * parallel->vpp > point->model->layers)
         errors_add(errors, NULL, "parallel.vpp",
                    "found pp %d × vpp %d; at most the model's %d layers are allowed", parallel->pp,
                    parallel->vpp, point->model->layers);
     if (parallel->ep > point->model->moe.experts)
         errors_add(errors, NULL, "parallel.ep", "found %d; at most the model's %d experts are allowed",
                    parallel->ep, point->model->moe.experts);
-    if ((int64_t)parallel->pp * parallel->ep > gpus) {
-        errors_add(errors, NULL, "parallel", "found pp %d × ep %d; at most the cluster's %d GPUs are allowed",
-                   parallel->pp, parallel->ep, gpus);
-        return false;
-    }
+    if ((int64_t)parallel->pp * parallel->ep > gpus)
+        errors_add(errors, NULL, parallel->pp == 1 ? "parallel.ep" : "parallel.pp",
+                   "found pp %d × ep %d; at most the cluster's %d GPUs are allowed", parallel->pp,
+                   parallel->ep, gpus);
+    if (!plan_check_cp(plan, parallel->ep, "ep", errors) || errors->count > before) return false;
     plan_size(plan, parallel->pp * parallel->ep, parallel->ep);
     if (parallel->vpp > 1 && parallel->pp > 1 && plan->micro_batches % parallel->pp != 0)
         errors_add(errors, NULL, "parallel.vpp",
@@ -370,22 +426,83 @@ static bool size(struct plan *plan, struct errors *errors) {
     return errors->count == before;
 }
 
-/* Powers of two and, for stages, the divisors people use in practice; a degree that the point gives stays. */
+/* ---- layouts ----------------------------------------------------------------------------------------- */
+
+struct list {
+    const struct point *point;
+    struct parallel *found;
+    int count, capacity;
+};
+
+static bool is_open_to(int given, int value) {
+    return !given || given == value;
+}
+
+/* Every cp that divides the stage and the sequence. */
+static void add_stages(struct list *list, struct parallel one) {
+    const struct point *point = list->point;
+    for (int cp = 1; cp <= one.ep; cp++) {
+        bool fits = one.ep % cp == 0 && (cp == 1 || point->seq_len % (2 * cp) == 0);
+        if (!fits || !is_open_to(point->parallel.cp, cp)) continue;
+        one.cp = cp;
+        if (list->count < list->capacity) list->found[list->count] = one;
+        list->count++;
+    }
+}
+
+/* Chunks a stage: all up to 16, then the least of each size of chunk, since more would be no shorter. One
+   stage alone has no use for several. */
+static void add_chunks(struct list *list, struct parallel one) {
+    int layers = list->point->model->layers, given = list->point->parallel.vpp, size = layers + 1;
+    for (int vpp = 1; vpp * one.pp <= layers; vpp++) {
+        int here = (layers + vpp * one.pp - 1) / (vpp * one.pp);
+        bool same = vpp > 16 && here == size;
+        size = here;
+        if (!is_open_to(given, vpp) || (!given && (same || (one.pp == 1 && vpp > 1)))) continue;
+        one.vpp = vpp;
+        add_stages(list, one);
+    }
+}
+
+/* Every number of stages; experts over every number of GPUs that divides them or the cluster's. */
 static int layouts(const struct point *point, struct parallel *found, int capacity) {
-    int count = 0, gpus = cluster_gpus(point->cluster);
+    struct list list = {point, found, 0, capacity};
     const struct parallel *given = &point->parallel;
-    for (int ep = 1; ep <= gpus && ep <= point->model->moe.experts; ep *= 2)
-        for (int pp = 1; pp * ep <= gpus && pp <= point->model->layers; pp *= 2)
-            for (int vpp = 1; vpp * pp <= point->model->layers && vpp <= 16; vpp++) {
-                struct parallel one = {.pp = given->pp ? given->pp : pp,
-                                       .vpp = given->vpp ? given->vpp : vpp,
-                                       .ep = given->ep ? given->ep : ep};
-                bool again = (given->ep && ep > 1) || (given->pp && pp > 1) || (given->vpp && vpp > 1);
-                if (again || (one.pp == 1 && vpp > 1 && !given->vpp)) continue;
-                if (count < capacity) found[count] = one;
-                count++;
-            }
-    return count;
+    int gpus = cluster_gpus(point->cluster), experts = point->model->moe.experts;
+    if (is_whole(given)) {
+        if (capacity)
+            found[0] = (struct parallel){given->pp, given->vpp, given->ep, .cp = at_least_one(given->cp)};
+        return 1;
+    }
+    for (int ep = 1; ep <= gpus && ep <= experts; ep++) {
+        if (!is_open_to(given->ep, ep) || (!given->ep && gpus % ep && experts % ep)) continue;
+        for (int pp = 1; pp * ep <= gpus && pp <= point->model->layers; pp++) {
+            if (is_open_to(given->pp, pp)) add_chunks(&list, (struct parallel){.pp = pp, .ep = ep});
+        }
+    }
+    return list.count;
+}
+
+/* ---- bounds ------------------------------------------------------------------------------------------ */
+
+/* What a layer keeps of a micro-batch between its passes; and what its backward pass takes beside that. */
+static double kept_bytes(const struct layout *layout, int layer) {
+    const struct layer_memory *memory = &layout->memory[layer];
+    bool moe = model_layer_is_moe(layout->plan->point->model, layer);
+    double bytes = memory->layer_input + memory->attention + memory->ffn;
+    return bytes + (moe && !sends_again(layout, layout->recompute[layer]) ? memory->expert_input : 0);
+}
+
+static double backward_bytes(const struct layout *layout, int layer) {
+    const struct layer_memory *memory = &layout->memory[layer];
+    bool moe = model_layer_is_moe(layout->plan->point->model, layer);
+    double ffn = memory->full_ffn - memory->ffn;
+    if (moe) ffn += (sends_again(layout, layout->recompute[layer]) ? 3 : 2) * memory->expert_input;
+    if (layout->recompute[layer].attention == ATTENTION_FULL) /* restored ahead of both */
+        ffn += memory->full_attention - memory->attention;
+    double attention =
+        memory->full_attention - memory->attention + memory->layer_input + 2 * memory->gathered;
+    return fmax(ffn, attention);
 }
 
 static struct bound bound(const struct plan *plan) {
@@ -398,14 +515,10 @@ static struct bound bound(const struct plan *plan) {
         double bytes = stage_need(layout, stage).static_bytes;
         for (int c = stage; c < layout->chunks; c += layout->pp) {
             double seconds = 0, kept = 0;
-            for (int l = layout->chunk[c].first_layer;
-                 l < layout->chunk[c].first_layer + layout->chunk[c].layers; l++) {
-                const struct layer_memory *memory = &layout->memory[l];
-                seconds += block_seconds(layout, l, &layout->cost[l]);
-                kept += memory->layer_input + memory->attention + memory->ffn;
-                if (plan->memory.expert_input == INPUT_KEEP && plan->memory.recompute != RECOMPUTE_FULL &&
-                    model_layer_is_moe(plan->point->model, l))
-                    kept += memory->expert_input;
+            int last = layout->chunk[c].first_layer + layout->chunk[c].layers - 1;
+            for (int l = layout->chunk[c].first_layer; l <= last; l++) {
+                seconds += block_seconds(layout, l, layout->recompute[l], &layout->cost[l]);
+                kept += kept_bytes(layout, l);
             }
             if (c == 0) seconds += layout->embed[0] + layout->embed[1];
             if (c == layout->chunks - 1) seconds += layout->head[0] + layout->head[1];
@@ -416,9 +529,10 @@ static struct bound bound(const struct plan *plan) {
                 unit(layout, k, false, &v, &micro_batch);
                 if (v * layout->pp + stage == c) bytes += kept;
             }
+            if (c + layout->pp >= layout->chunks) bytes += backward_bytes(layout, last);
         }
         double seconds = before + busy * plan->micro_batches;
-        bound.seconds = fmax(bound.seconds, seconds);
+        bound.seconds = bound.busy = fmax(bound.seconds, seconds);
         bound.bytes = fmax(bound.bytes, bytes);
         before += first;
     }
@@ -428,7 +542,15 @@ static struct bound bound(const struct plan *plan) {
 
 static int needs(const struct plan *plan, struct need *needs) {
     struct layout *layout = layout_new(plan);
-    for (int stage = 0; stage < layout->pp; stage++) needs[stage] = stage_need(layout, stage);
+    for (int stage = 0; stage < layout->pp; stage++) {
+        needs[stage] = stage_need(layout, stage);
+        for (int c = stage; c < layout->chunks; c += layout->pp)
+            for (int l = layout->chunk[c].first_layer;
+                 l < layout->chunk[c].first_layer + layout->chunk[c].layers; l++) {
+                needs[stage].kept_bytes += kept_bytes(layout, l);
+                needs[stage].backward_bytes = fmax(needs[stage].backward_bytes, backward_bytes(layout, l));
+            }
+    }
     arena_free(layout->arena);
     return plan->parallel.pp;
 }
@@ -439,6 +561,7 @@ const struct system megatron = {
     .paper = "Megatron-LM, arXiv 1909.08053 and 2104.04473",
     .executors = EXECUTOR_SIMULATOR | EXECUTOR_CPU,
     .zero_max = 1,
+    .is_whole = is_whole,
     .layouts = layouts,
     .size = size,
     .bound = bound,

@@ -31,8 +31,10 @@ plt.rcParams.update({
 def flatten(record, before=""):
     flat = {}
     for key, value in record.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and before != "swept.":
             flat.update(flatten(value, before + key + "."))
+        elif isinstance(value, (dict, list)):  # a swept value is one column, whatever it is
+            flat[before + key] = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
         else:
             flat[before + key] = value
     return flat

@@ -440,6 +440,30 @@ static size_t mutate(struct rng *rng, char *text, size_t length, size_t room) {
 }
 
 /* A text is read or refused with an error; a tree that was read prints and reads back. */
+static void values_print_as_they_were(void **state) {
+    struct bench *bench = *state;
+    static const char *const texts[] = {"1",
+                                        "0.1",
+                                        "89200000000",
+                                        "1e+300",
+                                        "-0.30000000000000004",
+                                        "true",
+                                        "null",
+                                        "\"a\\\"b\"",
+                                        "[]",
+                                        "{}",
+                                        "[1,2.5]",
+                                        "\"auto\"",
+                                        "{\"a\":[1,{\"b\":0.1}],\"c\":\"x\"}"};
+    for (size_t i = 0; i < COUNT(texts); i++) {
+        struct json value = read_text(bench, texts[i]);
+        assert_string_equal(json_text(bench->arena, value.node), texts[i]);
+        assert_true(cJSON_Compare(value.node, value.node, true)); /* the value itself is as before */
+        cJSON_Delete(value.node);
+    }
+    assert_int_equal(bench->errors.count, 0);
+}
+
 static void mutated_texts_never_crash(void **state) {
     struct bench *bench = *state;
     struct rng rng = rng_seed(2026);
@@ -694,6 +718,107 @@ static void writable_places_are_known(void **state) {
     ASSERT_ERRORS(bench, "/proc/out: cannot be written: No such file or directory");
 }
 
+static void growing_files_replace_when_whole(void **state) {
+    struct bench *bench = *state;
+    char *file = arena_printf(bench->arena, "%s/out", bench->folder);
+    char *part = arena_printf(bench->arena, "%s.part", file),
+         *other = arena_printf(bench->arena, "%s2", part);
+    struct growing_file first, second;
+    assert_true(file_write_atomic(file, "old", 3, &bench->errors));
+    assert_true(growing_file_open(&first, file, &bench->errors));
+    growing_file_add(&first, "one\n", 4);
+    assert_string_equal(content_of(bench, part), "one\n");         /* there at once */
+    assert_true(growing_file_open(&second, file, &bench->errors)); /* another run: a part of its own */
+    growing_file_add(&second, "other\n", 6);
+    growing_file_add(&first, "two\n", 4);
+    assert_string_equal(content_of(bench, part), "one\ntwo\n");
+    assert_string_equal(content_of(bench, other), "other\n");
+    assert_string_equal(content_of(bench, file), "old");
+    growing_file_leave(&second, true);
+    assert_string_equal(content_of(bench, file), "old");
+    assert_true(growing_file_finish(&first, &bench->errors));
+    assert_string_equal(content_of(bench, file), "one\ntwo\n");
+    assert_int_equal(entries(bench->folder), 2); /* what the other left */
+    assert_true(growing_file_open(&first, file, &bench->errors));
+    growing_file_leave(&first, false);
+    assert_string_equal(content_of(bench, file), "one\ntwo\n");
+    assert_int_equal(entries(bench->folder), 2);
+    /* Nothing is open: nothing happens. */
+    growing_file_add(&first, "x", 1);
+    growing_file_leave(&first, true);
+    assert_true(growing_file_finish(&first, &bench->errors));
+    char *link = arena_printf(bench->arena, "%s/link", bench->folder);
+    assert_int_equal(symlink("out", link), 0);
+    assert_true(growing_file_open(&first, link, &bench->errors));
+    growing_file_add(&first, "by link", 7);
+    assert_true(growing_file_finish(&first, &bench->errors));
+    assert_string_equal(content_of(bench, file), "by link");
+    assert_int_equal(bench->errors.count, 0);
+}
+
+/* On a full disk what was added before stays, in whole pieces; devices are written in place. */
+static void growing_files_keep_whole_pieces(void **state) {
+    struct bench *bench = *state;
+    char *file = arena_printf(bench->arena, "%s/out", bench->folder), large[8192] = {0};
+    char *part = arena_printf(bench->arena, "%s.part", file);
+    struct growing_file growing;
+    struct rlimit before, small;
+    assert_true(file_write_atomic(file, "old", 3, &bench->errors));
+    assert_true(growing_file_open(&growing, file, &bench->errors));
+    growing_file_add(&growing, "one\n", 4);
+    getrlimit(RLIMIT_FSIZE, &before);
+    small = before;
+    small.rlim_cur = 4096;
+    signal(SIGXFSZ, SIG_IGN);
+    setrlimit(RLIMIT_FSIZE, &small);
+    growing_file_add(&growing, large, sizeof large);
+    growing_file_add(&growing, "two\n", 4); /* nothing behind what is missing */
+    setrlimit(RLIMIT_FSIZE, &before);
+    assert_false(growing_file_finish(&growing, &bench->errors));
+    assert_string_equal(content_of(bench, file), "old");
+    assert_string_equal(content_of(bench, part), "one\n");
+    ASSERT_ERRORS(bench, arena_printf(bench->arena,
+                                      "%s: cannot be written: File too large; what is finished lies in %s",
+                                      file, part));
+    assert_true(growing_file_open(&growing, "/dev/full", &bench->errors));
+    growing_file_add(&growing, "x", 1);
+    assert_false(growing_file_finish(&growing, &bench->errors));
+    ASSERT_ERRORS(bench, "/dev/full: cannot be written: No space left on device");
+    assert_false(growing_file_open(&growing, "/nowhere/out", &bench->errors));
+    ASSERT_ERRORS(bench, "/nowhere/out: cannot be written: No such file or directory");
+    assert_false(growing_file_open(&growing, bench->folder, &bench->errors));
+    ASSERT_ERRORS(bench, arena_printf(bench->arena, "%s: cannot be written: Is a directory", bench->folder));
+}
+
+static void same_files_are_known(void **state) {
+    struct bench *bench = *state;
+    char *folder = bench->folder;
+#define HERE(name) arena_printf(bench->arena, "%s/" name, folder)
+    assert_true(file_write_atomic(HERE("a"), "x", 1, &bench->errors));
+    assert_true(file_write_atomic(HERE("b"), "x", 1, &bench->errors));
+    assert_int_equal(link(HERE("a"), HERE("hard")), 0);
+    assert_int_equal(symlink("a", HERE("soft")), 0);
+    assert_int_equal(symlink(".", HERE("folder")), 0);
+    assert_true(is_same_file(HERE("a"), HERE("a")));
+    assert_true(is_same_file(HERE("a"), HERE("hard")));
+    assert_true(is_same_file(HERE("a"), HERE("soft")));
+    assert_true(is_same_file(HERE("a"), HERE("folder/./a")));
+    assert_false(is_same_file(HERE("a"), HERE("b")));
+    assert_false(is_same_file(HERE("a"), HERE("none")));
+    /* Files that are not there yet. */
+    assert_true(is_same_file(HERE("new"), HERE("folder/new")));
+    assert_true(is_same_file(HERE("new"), HERE("folder//./folder/new")));
+    assert_true(is_same_file(HERE("x/y/z"), HERE("folder/x/./y/../y/z")));
+    assert_true(is_same_file("no-such-file-here", "./no-such-file-here"));
+    assert_true(is_same_file("/no/../no/file", "/no/file"));
+    assert_true(is_same_file("/../../no", "/no"));
+    assert_false(is_same_file(HERE("x/y/z"), HERE("x/z")));
+    assert_false(is_same_file(HERE("new"), HERE("newer")));
+    assert_true(is_same_file("", ""));
+    assert_false(is_same_file("/dev/null", "/dev/null")); /* a device is nobody's alone */
+#undef HERE
+}
+
 static void paths_beside(void **state) {
     struct bench *bench = *state;
     assert_string_equal(path_beside(bench->arena, "e/a.json", "m/b.json"), "e/m/b.json");
@@ -701,28 +826,6 @@ static void paths_beside(void **state) {
     assert_string_equal(path_beside(bench->arena, "a.json", "b.json"), "b.json");
     assert_string_equal(path_beside(bench->arena, "/a.json", "b.json"), "/b.json");
     assert_string_equal(path_beside(bench->arena, NULL, "b.json"), "b.json");
-}
-
-static void one_file_has_many_names(void **state) {
-    struct bench *bench = *state;
-    char *names[5];
-    static const char *const below[] = {"a", "./b/../a", "hard", "b/soft", "other"};
-    for (int i = 0; i < 5; i++) names[i] = arena_printf(bench->arena, "%s/%s", bench->folder, below[i]);
-    assert_int_equal(mkdir(arena_printf(bench->arena, "%s/b", bench->folder), 0777), 0);
-    assert_true(files_are_one(names[0], names[1])); /* before it is there */
-    assert_false(files_are_one(names[0], names[4]));
-    assert_false(files_are_one(names[0], arena_printf(bench->arena, "%s/b/a", bench->folder)));
-    assert_true(files_are_one("/nowhere/a", "/nowhere/a"));
-    assert_false(files_are_one("/nowhere/a", "/nowhere/b"));
-    assert_true(file_write_atomic(names[0], "x", 1, &bench->errors));
-    assert_false(files_are_one(names[0], names[4]));
-    assert_true(file_write_atomic(names[4], "x", 1, &bench->errors));
-    assert_int_equal(link(names[0], names[2]), 0);
-    assert_int_equal(symlink("../a", names[3]), 0);
-    for (int i = 0; i < 5; i++)
-        for (int k = 0; k < 5; k++)
-            assert_int_equal(files_are_one(names[i], names[k]), i == k || (i < 4 && k < 4));
-    assert_false(files_are_one("/dev/null", "/dev/null"));
 }
 
 /* ---- loops ------------------------------------------------------------------------------------------- */
@@ -776,17 +879,48 @@ static void one_job_runs_in_order(void **state) {
     assert_true(seconds_now() >= start);
 }
 
-static void progress_is_silent_without_terminal(void **state) {
-    struct bench *bench = *state;
+static char *progress_lines(struct bench *bench, double age, double quiet, int done, int total) {
     char *file = arena_printf(bench->arena, "%s/err", bench->folder);
     fflush(stderr);
     int kept = dup(STDERR_FILENO);
     assert_non_null(freopen(file, "w", stderr));
-    for (int i = 0; i <= 10; i++) progress("points", i, 10);
+    struct progress progress = progress_begin("points", total);
+    progress.began -= age;
+    progress.shown -= quiet;
+    progress_show(&progress, done);
+    progress_show(&progress, done); /* too soon for another line */
+    progress_clear(&progress);
     fflush(stderr);
     dup2(kept, STDERR_FILENO);
     close(kept);
-    assert_string_equal(content_of(bench, file), "");
+    return content_of(bench, file);
+}
+
+/* Off a terminal: a line each half minute, of long work each tenth of the time gone by, none at the end. */
+static void progress_is_a_line_now_and_then(void **state) {
+    struct bench *bench = *state;
+    assert_string_equal(progress_lines(bench, 0, 0, 3, 10), "");
+    assert_string_equal(progress_lines(bench, 25, 25, 3, 10), "");
+    assert_string_equal(progress_lines(bench, 60, 60, 3, 10),
+                        "disagmoe: points: 3 of 10 (30 %) after 1 min 00 s, about 2 min 20 s left\n");
+    assert_string_equal(progress_lines(bench, 60, 60, 10, 10), "");
+    assert_string_equal(progress_lines(bench, 60, 60, 0, 10), "");
+    assert_string_equal(progress_lines(bench, 7200, 700, 1, 3), "");
+    assert_string_equal(progress_lines(bench, 7200, 730, 1, 3),
+                        "disagmoe: points: 1 of 3 (33 %) after 2 h 00 min, about 4 h 00 min left\n");
+}
+
+static void durations_read_well(void **state) {
+    (void)state;
+    static const struct {
+        double seconds;
+        const char *text;
+    } cases[] = {{0, "0 s"},           {0.4, "0 s"},           {59.4, "59 s"},
+                 {59.6, "1 min 00 s"}, {61, "1 min 01 s"},     {3599, "59 min 59 s"},
+                 {3600, "1 h 00 min"}, {36061, "10 h 01 min"}, {1e30, "277777777777 h 46 min"}};
+    char buffer[32];
+    for (size_t i = 0; i < COUNT(cases); i++)
+        assert_string_equal(duration_text(cases[i].seconds, buffer), cases[i].text);
 }
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
@@ -882,6 +1016,7 @@ int main(void) {
         TEST(what_is_found_is_shortened),
         TEST(members_and_elements_know_their_path),
         TEST(dotted_paths_set_and_get),
+        TEST(values_print_as_they_were),
         TEST(mutated_texts_never_crash),
         TEST(every_cut_of_a_text_is_refused),
         TEST(numbers_print_shortest),
@@ -897,11 +1032,14 @@ int main(void) {
         TEST(folders_are_made),
         TEST(writable_places_are_known),
         TEST(paths_beside),
-        TEST(one_file_has_many_names),
+        TEST(growing_files_replace_when_whole),
+        TEST(growing_files_keep_whole_pieces),
+        TEST(same_files_are_known),
         TEST(loops_run_each_index_once),
         TEST(loops_stop_when_told),
         TEST(one_job_runs_in_order),
-        TEST(progress_is_silent_without_terminal),
+        TEST(progress_is_a_line_now_and_then),
+        TEST(durations_read_well),
         TEST(pulse_goes_on_with_work),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -42,8 +42,9 @@ struct tensor {
     const char *name;
     int shape[3]; /* 0: no such dimension */
     const floatX *values;
-    int shard;  /* the file that has it */
-    int listed; /* the file that the index names; −1: none */
+    const char *type; /* NULL: floatX */
+    int shard;        /* the file that has it */
+    int listed;       /* the file that the index names; −1: none */
 };
 struct checkpoint {
     struct arena *arena;
@@ -62,7 +63,8 @@ static struct tensor *add(struct checkpoint *c, const char *name, int a, int b, 
     size_t elements = (size_t)a * (b ? b : 1);
     floatX *values = arena_alloc(c->arena, elements * sizeof *values);
     for (size_t i = 0; i < elements; i++) values[i] = (floatX)(i + 1) / 8;
-    c->tensors[c->count] = (struct tensor){arena_strdup(c->arena, name), {a, b, 0}, values, shard, shard};
+    c->tensors[c->count] =
+        (struct tensor){arena_strdup(c->arena, name), {a, b, 0}, values, NULL, shard, shard};
     return &c->tensors[c->count++];
 }
 
@@ -133,7 +135,9 @@ static void write_shard(struct checkpoint *c, int shard) {
         if (t->shard != shard) continue;
         size_t bytes = sizeof *t->values;
         text_add(&header, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[", header.length ? "," : "{", t->name,
-                 sizeof *t->values == 8 ? "F64" : "F32");
+                 t->type                  ? t->type
+                 : sizeof *t->values == 8 ? "F64"
+                                          : "F32");
         for (int d = 0; d < 3 && t->shape[d]; d++) {
             text_add(&header, "%s%d", d ? "," : "", t->shape[d]);
             bytes *= (size_t)t->shape[d];
@@ -242,6 +246,12 @@ static void the_index_must_be_right(void **state) {
                                    "%d.safetensors: model.norm.weight: is not in the weight_map of the index",
                                    right));
     norm->listed = right;
+    for (int shard = 0; shard < 3; shard++)
+        add(c, arena_printf(c->arena, "more.%d", shard), 2, 0, shard)->listed = -1;
+    write_checkpoint(c);
+    ASSERT_REFUSED(c, "0.safetensors: more.0: is not in", "1.safetensors: more.1: is not in",
+                   "2.safetensors: more.2: is not in");
+    c->count -= 3;
     add(c, "model.layers.0.self_attn.rotary_emb.inv_freq", 2, 0, 1)->listed = -1;
     write_checkpoint(c);
     assert_imported(c, &c->index, 1);
@@ -382,6 +392,13 @@ static void what_is_missing_or_wrong_is_named(void **state) {
     ASSERT_REFUSED(c, "model.embed_tokens.weight: has another shape; the model needs (12, 6)",
                    "lm_head.weight: has another shape; the model needs (12, 6)");
     fill(c);
+    struct tensor *gate = tensor_named(c, "model.layers.0.mlp.gate.weight");
+    gate->shape[2] = 1;
+    tensor_named(c, "model.layers.1.mlp.gate.weight")->type = sizeof(floatX) == 8 ? "I64" : "I32";
+    write_checkpoint(c);
+    ASSERT_REFUSED(c, "model.layers.0.mlp.gate.weight: has another shape; the model needs (3, 6)",
+                   "model.layers.1.mlp.gate.weight: found type I");
+    fill(c);
     add(c, "model.layers.0.mlp.experts.down_proj_blocks", 3, 2, 0);
     add(c, "model.layers.0.mlp.experts.down_proj_scales", 3, 2, 0);
     for (int i = 0; i < c->count; i++)
@@ -475,8 +492,11 @@ static void packed_experts(void **state) {
             assert_imported(c, &c->index, 1);
         }
     c->tensors[c->count - 1].shape[0] = 2;
-    write_checkpoint(c);
-    ASSERT_REFUSED(c, "model.layers.1.mlp.experts.down_proj: has another shape; the model needs (3, 5, 6)");
+    c->tensors[c->count - 2].shape[0] = 2;
+    write_checkpoint(c); /* once a tensor, however many experts are in it */
+    ASSERT_REFUSED(c,
+                   "model.layers.1.mlp.experts.gate_up_proj: has another shape; the model needs (3, 6, 10)",
+                   "model.layers.1.mlp.experts.down_proj: has another shape; the model needs (3, 5, 6)");
 }
 
 /* ---- damage ------------------------------------------------------------------------------------------ */

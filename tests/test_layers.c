@@ -277,12 +277,18 @@ static void capacity_as_planned(void **state) {
     struct route route = {logits, ids, weights, stays};
     route_forward(&context, &model, &route, forced_routing_new(arena, &model, share, SEQ_LEN), 0, 1, SEQ_LEN);
     for (int copy = 0; copy < SEQ_LEN * TOP_K; copy++) found[ids[copy]] += stays[copy];
-    struct point point = {.model = &model, .seq_len = SEQ_LEN, .micro_batch_size = 1, .routing.share = share};
-    struct plan plan = {.point = &point};
-    struct sides sides = {gpus, 1, gpus + 1, EXPERTS, gpus, 1};
+    struct cluster cluster = {0};
+    struct point point = {.model = &model,
+                          .cluster = &cluster,
+                          .seq_len = SEQ_LEN,
+                          .micro_batch_size = 1,
+                          .routing.share = share};
+    struct plan plan = {.point = &point, .parallel.cp = 1};
+    struct sides sides = {
+        {.gpus = gpus, .count = 1}, {.gpus = gpus + 1, .count = EXPERTS}, {.gpus = gpus, .count = 1}};
     for (int e = 0; e < EXPERTS; e++) {
         assert_int_equal(found[e], kept[e]);
-        double bytes = plan_gpu_layer_memory(&plan, 0, sides, e).expert_input;
+        double bytes = plan_gpu_layer_memory(&plan, 0, (struct recompute){0}, sides, e).expert_input;
         assert_true(fabs(bytes / model_hidden_bytes(&model) - kept[e]) < 1e-9);
     }
     arena_free(arena);

@@ -219,6 +219,29 @@ static const struct mistake mistakes[] = {
     {{"sweep", "{\"seq_len\":[1024,-5]}"}, "seq_len", "found -5"},
     {{"sweep", "{\"seq_len.x\":[1]}"}, "seq_len.x", "no such place"},
     {{"sweep", "{\"unheard\":[1]}"}, "unheard", "unknown key"},
+    {{"sweep", "{\"sweep\":[{\"seq_len\":[1,2]}]}"}, "sweep.sweep", "cannot be swept"},
+    {{"sweep", "{\"sweep.seq_len\":[[1,2]]}"}, "sweep.sweep.seq_len", "cannot be swept"},
+    /* per_system */
+    {{"per_system", "7"}, "per_system", "found 7"},
+    {{"per_system", "{\"tutel\":{}}"}, "per_system.tutel", "allowed: megatron, disagmoe"},
+    {{"per_system", "{\"megatron\":7}"}, "per_system.megatron", "found 7"},
+    {{"per_system", "{\"megatron\":{\"seq_len\":0}}"}, "per_system.megatron.seq_len", "found 0"},
+    {{"per_system", "{\"megatron\":{\"model.layers\":-1}}"}, "per_system.megatron.model.layers", "found -1"},
+    {{"per_system", "{\"megatron\":{\"memory\":{\"zero\":9}}}"},
+     "per_system.megatron.memory.zero",
+     "found 9"},
+    {{"per_system", "{\"megatron\":{\"unheard\":1}}"}, "per_system.megatron.unheard", "unknown key"},
+    {{"per_system", "{\"megatron\":{\"seq_len.x\":1}}"}, "per_system.megatron.seq_len.x", "no such place"},
+    {{"per_system", "{\"megatron\":{\"model.moe.experts\":2}}"}, "per_system.megatron", "model.moe.top_k"},
+    {{"per_system", "{\"megatron\":{\"micro_batches\":2}}"}, "per_system.megatron", "global_batch"},
+    {{"per_system", "{\"megatron\":{\"systems\":[]}}"}, "per_system.megatron.systems", "cannot differ"},
+    {{"per_system", "{\"megatron\":{\"name\":\"x\"}}"}, "per_system.megatron.name", "cannot differ"},
+    {{"per_system", "{\"megatron\":{\"sweep.x\":1}}"}, "per_system.megatron.sweep.x", "cannot differ"},
+    {{"per_system", "{\"megatron\":{\"per_system\":1}}"}, "per_system.megatron.per_system", "cannot differ"},
+    {{"per_system", "{\"megatron\":{\"model\":\"none.json\"}}"}, "experiments/none.json", "cannot be opened"},
+    {{"sweep", "{\"per_system\":[{},{\"megatron\":{\"seed\":-1}}]}"}, "per_system.megatron.seed", "found -1"},
+    {{"sweep", "{\"per_system.megatron.seed\":[1,-2]}"}, "per_system.megatron.seed", "found -2"},
+    {{"sweep", "{\"per_system.tutel\":[{}]}"}, "per_system.tutel", "no system of this manifest"},
     /* impossible together */
     {{"micro_batches", "4"}, "global_batch", "exactly one of the two"},
     {{"model.attention.kv_heads", "3"}, "model.attention.kv_heads", "a divisor of heads"},
@@ -499,9 +522,10 @@ static void test_overrides(void **state) {
     assert_int_equal(reading.experiment.point_count, 24);
     for (int i = 0; i < 24; i++) assert_int_equal(reading.experiment.points[i].model->layers, 3);
     reading_free(&reading);
-    /* memory is "auto" in the manifest: nothing lies below a text. */
+    /* memory is "auto" in the manifest: what is set below it is given, as if it stood in an object there. */
     reading = read_speedup(&overrides[4], 1);
-    assert_says(&reading.errors, "experiments/speedup.json: memory.zero: no such place");
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.points[23].memory.zero, 1);
     reading_free(&reading);
 }
 
@@ -517,7 +541,15 @@ static void test_wrong_overrides(void **state) {
         {{"", "1"}, ": "},
         {{"model", "gone.json"}, "experiments/gone.json"},
         {{"model.moe.top_k", "[1"}, ": model.moe.top_k: "},
-        {{"a.b.c", "1"}, ": a.b.c: no such place"},
+        {{"a.b.c", "1"}, ": a: unknown key"},
+        {{"placement.x", "1"}, ": placement: found {…}"},
+        {{"name.x", "1"}, ": name.x: no such place: name is \"speedup\", not an object"},
+        {{"systems.x", "1"}, ": systems.x: no such place"},
+        {{"model.moe.top_k.x", "1"}, ": model.moe.top_k.x: no such place: model.moe.top_k is 8"},
+        {{"a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a", "1"}, ": no such place"},
+        {{"per_system.tutel.seed", "1"}, ": per_system.tutel: no system"},
+        {{"per_system.megatron.seed", "-1"}, ": per_system.megatron.seed: found -1"},
+        {{"sweep.cluster.nodes", "8"}, ": sweep.cluster.nodes: found 8; must be a list"},
         {{"sweep", "7"}, ": sweep: found 7"},
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
@@ -526,6 +558,188 @@ static void test_wrong_overrides(void **state) {
         assert_says(&reading.errors, cases[i].says);
         reading_free(&reading);
     }
+}
+
+/* Objects that are not there are made, so that one part can be set; the rest is as if nothing were there. */
+static void test_made_parents(void **state) {
+    (void)state;
+    static const struct override overrides[] = {{"costs.p2p_s", "0.5"},
+                                                {"train.steps", "7"},
+                                                {"order.wave", "4"},
+                                                {"order.waves_in_flight", "2"},
+                                                {"parallel.pp", "2"}};
+    struct reading reading = {0};
+    reading.good = experiment_read("experiments/speedup.json", overrides, COUNT(overrides),
+                                   &reading.experiment, &reading.errors);
+    assert_good(&reading);
+    const struct point *point = &reading.experiment.points[0];
+    assert_true(point->table && point->table->p2p_s == 0.5 && point->table->attn_fwd_s == 0);
+    assert_int_equal(point->training.steps, 7);
+    assert_int_equal(point->order.wave, 4);
+    assert_int_equal(point->parallel.pp, 2);
+    assert_int_equal(point->parallel.ep, 16); /* of the manifest */
+    reading_free(&reading);
+    reading = read_with("sweep", "{\"parallel.ep\":[1,2],\"costs.p2p_s\":[0,1]}");
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.points[3].parallel.ep, 2);
+    assert_int_equal(reading.experiment.points[3].parallel.pp, 0);
+    assert_true(reading.experiment.points[3].table->p2p_s == 1);
+    reading_free(&reading);
+    /* --set sweep.PATH adds an axis, whatever dots the path has. */
+    const struct override axis = {"sweep.cluster.nodes", "[1,2,4]"};
+    reading = read_speedup(&axis, 1);
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 36);
+    assert_int_equal(reading.experiment.points[35].cluster->nodes, 4);
+    reading_free(&reading);
+}
+
+/* What a point's record says of the sweep: the paths in their order, values as the manifest gives them. */
+static void test_swept(void **state) {
+    (void)state;
+    struct reading reading = read_text(SOUND);
+    assert_int_equal(reading.experiment.points[0].swept_count, 0);
+    reading_free(&reading);
+    reading =
+        read_with("sweep", "{\"model\":[\"models/gpt-oss-120b-paper.json\"],\"order\":[\"auto\",{\"wave\":4,"
+                           "\"waves_in_flight\":2}],\"cluster.gpu.memory_bytes\":[8e10,0.1e12,85899345920]}");
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 6);
+    static const char *const bytes[] = {"80000000000", "100000000000", "85899345920"};
+    for (int i = 0; i < 6; i++) {
+        const struct point *point = &reading.experiment.points[i];
+        assert_int_equal(point->index, i);
+        assert_int_equal(point->swept_count, 3);
+        assert_string_equal(point->swept[0].path, "model");
+        assert_string_equal(point->swept[0].value, "\"models/gpt-oss-120b-paper.json\"");
+        assert_string_equal(point->swept[1].path, "order");
+        assert_string_equal(point->swept[1].value, i < 3 ? "\"auto\"" : "{\"wave\":4,\"waves_in_flight\":2}");
+        assert_string_equal(point->swept[2].path, "cluster.gpu.memory_bytes");
+        assert_string_equal(point->swept[2].value, bytes[i % 3]);
+        assert_int_equal(point->swept[2].number, i % 3);
+    }
+    reading_free(&reading);
+    /* A swept key that is set is no longer swept. */
+    const struct override overrides[] = {{"cluster.nodes", "8"}, {"seq_len", "4096"}};
+    reading = read_speedup(overrides, 2);
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.points[2].swept_count, 1);
+    assert_string_equal(reading.experiment.points[2].swept[0].path, "model");
+    reading_free(&reading);
+}
+
+/* ---- per_system -------------------------------------------------------------------------------------- */
+
+static void test_per_system(void **state) {
+    (void)state;
+    static const struct change changes[] = {
+        {"per_system", "{\"disagmoe\":{\"cluster.nodes\":4,\"cluster\":\"clusters/local-8.json\",\"seed\":7,"
+                       "\"parallel\":{\"groups\":2}},\"megatron\":{}}"},
+        {"sweep", "{\"seq_len\":[1024,2048]}"}};
+    struct reading reading = read_changed(changes, COUNT(changes));
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 2);
+    for (int i = 0; i < 2; i++) {
+        struct point *point = &reading.experiment.points[i], *own = point->variants[1];
+        assert_true(point->variants[0] == point); /* nothing is set for it */
+        assert_null(point->own);
+        assert_int_equal(point->cluster->nodes, 16);
+        assert_int_equal(point->seed, 1);
+        assert_true(own != point);
+        /* The cluster first, then what is set in it. */
+        assert_string_equal(own->cluster->name, "local-8");
+        assert_int_equal(own->cluster->nodes, 4);
+        assert_int_equal(own->seed, 7);
+        assert_int_equal(own->parallel.groups, 2);
+        assert_int_equal(own->parallel.pp, 0);
+        assert_int_equal(own->seq_len, i ? 2048 : 1024);
+        assert_int_equal(own->index, i);
+        assert_string_equal(own->label, point->label);
+        assert_int_equal(own->swept_count, 1);
+        assert_non_null(strstr(own->own, "\"cluster.nodes\":4"));
+    }
+    reading_free(&reading);
+}
+
+/* Swept whole, by system and by path; --set reaches what per_system puts in place. */
+static void test_per_system_swept(void **state) {
+    (void)state;
+    static const struct change changes[] = {
+        {"sweep", "{\"per_system\":[{},{\"megatron\":{\"seed\":5}}],\"per_system.disagmoe\":[{\"seed\":2},"
+                  "{\"cluster.nodes\":3}],\"per_system.disagmoe.cluster.gpu.memory_bytes\":[5e9,6e9]}"}};
+    struct reading reading = read_changed(changes, COUNT(changes));
+    assert_good(&reading);
+    assert_int_equal(reading.experiment.point_count, 8);
+    for (int i = 0; i < 8; i++) {
+        const struct point *point = &reading.experiment.points[i];
+        assert_int_equal(point->variants[0]->seed, i < 4 ? 1 : 5);
+        assert_int_equal(point->variants[1]->seed, i / 2 % 2 ? 1 : 2);
+        assert_int_equal(point->variants[1]->cluster->nodes, i / 2 % 2 ? 3 : 16);
+        assert_true(point->variants[1]->cluster->gpu.memory_bytes == (i % 2 ? 6e9 : 5e9));
+        assert_true(point->cluster->gpu.memory_bytes > 6e9);
+    }
+    assert_string_equal(reading.experiment.points[7].label,
+                        "per_system={\"megatron\":{\"seed\":5}} per_system.disagmoe={\"cluster.nodes\":3} "
+                        "per_system.disagmoe.cluster.gpu.memory_bytes=6000000000");
+    reading_free(&reading);
+    static const struct override overrides[] = {
+        {"per_system.disagmoe.model", "models/gpt-oss-120b-paper.json"},
+        {"model.layers", "3"},
+        {"seq_len", "64"},
+        {"per_system.megatron.seq_len", "32"},
+        {"model", "models/qwen3-235b-paper.json"},
+        {"cluster.nodes", "1"}};
+    reading = read_speedup(overrides, COUNT(overrides));
+    assert_good(&reading);
+    const struct point *point = &reading.experiment.points[0];
+    assert_int_equal(reading.experiment.point_count, 1);
+    assert_string_equal(point->variants[1]->model->name, "gpt-oss-120b-paper");
+    assert_int_equal(point->variants[1]->model->layers, 3); /* as in a swept model */
+    assert_int_equal(point->variants[1]->seq_len, 64);
+    assert_int_equal(point->variants[0]->seq_len, 32); /* per_system is set last */
+    assert_string_equal(point->variants[0]->model->name, "qwen3-235b-paper");
+    reading_free(&reading);
+}
+
+/* Behind a file that cannot be read nothing else is said of what it would have held. */
+static void test_only_the_cause(void **state) {
+    (void)state;
+    static const struct change missing[] = {{"model", "\"models/none.json\""},
+                                            {"cluster", "\"clusters/none.json\""},
+                                            {"routing", "\"odd\""},
+                                            {"sweep", "{\"model.layers\":[2,4],\"cluster.nodes\":[1,2]}"},
+                                            {"per_system", "{\"megatron\":{\"model.moe.top_k\":2}}"}};
+    struct reading reading = read_changed(missing, COUNT(missing));
+    assert_says(&reading.errors, "experiments/models/none.json: cannot be opened");
+    assert_says(&reading.errors, "experiments/clusters/none.json: cannot be opened");
+    assert_int_equal(reading.errors.count, 2);
+    reading_free(&reading);
+    static const struct override overrides[] = {{"model", "models/none.json"},
+                                                {"model.layers", "3"},
+                                                {"model.attention.heads", "4"},
+                                                {"seq_len", "0"}};
+    reading = read_speedup(overrides, COUNT(overrides));
+    assert_says(&reading.errors, "experiments/models/none.json: cannot be opened");
+    assert_says(&reading.errors, "seq_len: found 0"); /* the rest is told as ever */
+    assert_int_equal(reading.errors.count, 2);
+    reading_free(&reading);
+}
+
+/* All files that a manifest is read from are known, so that none is overwritten. */
+static void test_files(void **state) {
+    (void)state;
+    static const struct override overrides[] = {{"per_system.megatron.cluster", "clusters/local-8.json"}};
+    static const char *const expected[] = {"experiments/speedup.json",
+                                           "experiments/models/qwen3-235b-paper.json",
+                                           "experiments/clusters/h800-16x8.json",
+                                           "experiments/models/deepseek-moe-16b-paper.json",
+                                           "experiments/clusters/local-8.json",
+                                           "experiments/models/gpt-oss-120b-paper.json"};
+    struct reading reading = read_speedup(overrides, 1);
+    assert_int_equal(reading.experiment.file_count, COUNT(expected));
+    for (size_t i = 0; i < COUNT(expected); i++)
+        assert_string_equal(reading.experiment.files[i], expected[i]);
+    reading_free(&reading);
 }
 
 /* ---- routing ----------------------------------------------------------------------------------------- */
@@ -669,6 +883,8 @@ static char *whole_manifest(void) {
         {"placement", "\"auto\""},
         {"routing", "\"zipf:0.5\""},
         {"costs", "{\"attn_fwd_s\":0.25}"},
+        {"per_system",
+         "{\"disagmoe\":{\"cluster.nodes\":3,\"memory\":{\"zero\":1}},\"megatron\":{\"seed\":2}}"},
         {"sweep", "{\"seq_len\":[1024,2048],\"cluster.nodes\":[1,2],\"model.moe.top_k\":[2]}"}};
     for (size_t i = 0; i < COUNT(changes); i++) change(manifest, changes[i]);
     char *text = cJSON_PrintUnformatted(manifest);
@@ -768,6 +984,12 @@ static void check_point(const struct point *point) {
     double sum = 0;
     for (int i = 0; i < point->model->moe.experts; i++) sum += point->routing.share[i];
     assert_true(fabs(sum - 1) < 1e-9);
+    for (int k = 0; k < point->system_count; k++)
+        if (point->variants[k] != point) {
+            assert_true(point->variants[k]->variants == point->variants && !point->own);
+            assert_true(point->variants[k]->own && point->variants[k]->index == point->index);
+            assert_true(point->variants[k]->model && point->variants[k]->seq_len >= 1);
+        }
 }
 
 static void test_random_damage(void **state) {
@@ -813,6 +1035,9 @@ int main(void) {
         cmocka_unit_test(test_given_parts),    cmocka_unit_test(test_sweep),
         cmocka_unit_test(test_sweep_of_parts), cmocka_unit_test(test_sweep_too_large),
         cmocka_unit_test(test_overrides),      cmocka_unit_test(test_wrong_overrides),
+        cmocka_unit_test(test_made_parents),   cmocka_unit_test(test_swept),
+        cmocka_unit_test(test_per_system),     cmocka_unit_test(test_per_system_swept),
+        cmocka_unit_test(test_only_the_cause), cmocka_unit_test(test_files),
         cmocka_unit_test(test_zipf),           cmocka_unit_test(test_counts),
         cmocka_unit_test(test_cut_off),        cmocka_unit_test(test_no_manifest),
         cmocka_unit_test(test_huge),           cmocka_unit_test(test_deeply_nested),

@@ -14,19 +14,19 @@ fail() { echo "FAIL: $*"; failed=1; }
 
 columns=system,model,nodes,seq_len,global_batch,order.wave,order.waves_in_flight,speedup_vs_megatron,schedule_efficiency
 columns+=,step_time_s,breakdown.attention_s,breakdown.ffn_s,breakdown.other_compute_s,breakdown.exposed_comm_s
-columns+=,breakdown.bubble_s,breakdown.optimizer_s
+columns+=,breakdown.bubble_s,breakdown.optimizer_s,swept.cluster.nodes,swept.order
 # Two models, two sequence lengths, 8 and 16 nodes, both systems; the last point has no feasible plan.
 make_csv() {
     echo "$columns"
     for model in deepseek-moe-16b-paper another-model; do
         for nodes in 8 16; do
             for seq_len in 4096 32768; do
-                step=$((seq_len * nodes / 1024))
-                echo "megatron,$model,$nodes,$seq_len,1024,,,1,0.6,$step,$((step / 4)),$((step / 4)),0,$((step / 2)),0,0"
+                step=$((seq_len * nodes / 1024)) swept=$nodes,'"{""wave"":16,""prefer"":""wave""}"'
+                echo "megatron,$model,$nodes,$seq_len,1024,,,1,0.6,$step,$((step / 4)),$((step / 4)),0,$((step / 2)),0,0,$swept"
                 if [ $model$nodes$seq_len = another-model1632768 ]; then
-                    echo "disagmoe,$model,$nodes,$seq_len,,,,,,,,,,,,"
+                    echo "disagmoe,$model,$nodes,$seq_len,1024,,,,,,,,,,,,$swept"
                 else
-                    echo "disagmoe,$model,$nodes,$seq_len,1024,16,$((nodes / 8)),1.$nodes,0.9$nodes,$step,$((step / 4)),$((step / 4)),0,$((step / 4)),$((step / 4)),0"
+                    echo "disagmoe,$model,$nodes,$seq_len,1024,16,$((nodes / 8)),1.$nodes,0.9$nodes,$step,$((step / 4)),$((step / 4)),0,$((step / 4)),$((step / 4)),0,$swept"
                 fi
             done
         done
@@ -37,8 +37,11 @@ make_csv >"$out/records.csv"
 "$python" - "$out/records.csv" >"$out/records.jsonl" <<'END'
 import csv, json, sys
 for row in csv.DictReader(open(sys.argv[1])):
-    record = {"order": {}, "breakdown": {}}
+    record = {"swept": {}, "order": {}, "breakdown": {}}
     for key, text in row.items():
+        if key.startswith("swept."):
+            record["swept"][key[6:]] = json.loads(text)
+            continue
         value = None if text == "" else text if key in ("system", "model") else float(text)
         *parent, name = key.split(".")
         (record[parent[0]] if parent else record)[name] = value
@@ -46,6 +49,15 @@ for row in csv.DictReader(open(sys.argv[1])):
         record["order"] = None
     print(json.dumps(record))
 END
+# Read back they are the same, swept objects included.
+(cd plots && "$python" -B -c '
+import sys
+from common import read_records
+lines, records = (read_records([file]) for file in sys.argv[1:])
+for line, record in zip(lines, records, strict=True):
+    assert {k: v for k, v in line.items() if v is not None} == {k: v for k, v in record.items() if v is not None}
+assert lines[0]["swept.cluster.nodes"] == 8 and lines[0]["swept.order"] == "{\"wave\":16,\"prefer\":\"wave\"}"
+' "$out/records.csv" "$out/records.jsonl") || fail "CSV and JSON lines are read as different records"
 echo '{"speedup_vs_megatron": {"low": 1.2, "high": 1.5}}' >"$out/published.json"
 
 # Lines of a training run: three runs of 40 steps, of which the first two are equal but for rounding.

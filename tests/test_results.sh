@@ -14,7 +14,7 @@ if [ -n "${DISAGMOE_LONG:-}" ]; then
     simulate
     cmp "$new" results/reference/speedup.jsonl && exit 0
 else
-    simulate --set model=models/deepseek-moe-16b-paper.json --set cluster.nodes=8
-    simulate --set model=models/qwen3-235b-paper.json --set cluster.nodes=16 --system megatron
+    simulate --set 'sweep.model=["models/deepseek-moe-16b-paper.json"]' --set 'sweep.cluster.nodes=[8]'
+    simulate --set 'sweep.model=["models/qwen3-235b-paper.json"]' --set 'sweep.cluster.nodes=[16]' --system megatron
 fi
 /usr/bin/python3 -B tests/compare_records.py results/reference/speedup.jsonl "$new"

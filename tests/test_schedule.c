@@ -568,6 +568,48 @@ static void test_draw(void **state) {
     small_free(&small);
 }
 
+/* What is left of the two lanes' rows, of two groups that take turns 200 times, the first for `share` of the
+ * time. */
+static void draw_turns(double share, char rows[2][80]) {
+    struct schedule *s = schedule_new(2, 0, 0);
+    struct timeline timeline = {0};
+    schedule_group(s, 0, 1, 0, "A0");
+    schedule_group(s, 1, 1, 0, "F0");
+    for (int i = 0, last = -1; i < 400; i++) {
+        int op = schedule_compute(s, KIND_FFN, PASS_FORWARD, 0, 3, i % 2, i % 2 ? 1 - share : share);
+        if (last >= 0) schedule_after(s, last);
+        last = op;
+    }
+    assert_true(schedule_arrange(s, &timeline));
+    struct small turns = {.schedule = s, .timeline = timeline};
+    char *text = drawn(&turns, 80), *line = text;
+    for (int i = 0; i < 2; i++, line = strchr(line, '\n') + 1) {
+        assert_true(strncmp(line, i ? "F0 compute " : "A0 compute ", 11) == 0);
+        snprintf(rows[i], 80, "%.*s", (int)strcspn(line, "\n") - 16, line + 11);
+    }
+    assert_non_null(strstr(text, "idle"));
+    bool marked = strchr(rows[0], ':') || strchr(rows[1], ':');
+    assert_true(marked == (strstr(text, ": less than half busy") != NULL));
+    free(text);
+    timeline_free(&timeline);
+    schedule_free(s);
+}
+
+/* Work in pieces smaller than a slice: more than half of the time is the work's own character, less a mark of
+   its own, next to nothing is idle. */
+static void test_draw_density(void **state) {
+    (void)state;
+    char rows[2][80];
+    draw_turns(0.54, rows);
+    assert_int_equal(strspn(rows[0], "3"), strlen(rows[0]));
+    assert_int_equal(strspn(rows[1], ":"), strlen(rows[1]));
+    draw_turns(0.9, rows);
+    assert_int_equal(strspn(rows[1], ":"), strlen(rows[1]));
+    draw_turns(0.97, rows);
+    assert_int_equal(strspn(rows[0], "3"), strlen(rows[0]));
+    assert_int_equal(strspn(rows[1], "."), strlen(rows[1]));
+}
+
 static double number_of(const cJSON *object, const char *key) {
     const cJSON *node = cJSON_GetObjectItemCaseSensitive(object, key);
     assert_true(cJSON_IsNumber(node));
@@ -1073,6 +1115,7 @@ int main(void) {
         cmocka_unit_test(test_memory),
         cmocka_unit_test(test_memory_ties),
         cmocka_unit_test(test_draw),
+        cmocka_unit_test(test_draw_density),
         cmocka_unit_test(test_json),
         cmocka_unit_test(test_trace),
         cmocka_unit_test(test_random_execution),

@@ -116,6 +116,18 @@ if ! $sanitize; then
     out_has "DIFFERS"
 fi
 
+# What per_system sets holds for its system alone, and the run's record says what is swept.
+if ! $sanitize; then
+    expect 0 train $qwen3 --steps 1 --json --set per_system.megatron.parallel.pp=4 --set per_system.megatron.parallel.vpp=1 \
+        --set per_system.disagmoe.train.learning_rate=0.5 --set 'sweep={"seq_len":[64]}'
+    json '
+runs = {r["system"]: r for r in rows(sys.argv[1]) if "parallel" in r}
+assert runs["megatron"]["parallel"]["pp"] == 4 and list(runs) == ["megatron", "disagmoe"]
+assert all(list(r)[0] == "swept" and r["swept"] == {"seq_len": 64} for r in runs.values())
+rates = {s["system"]: s["learning_rate"] for s in steps(sys.argv[1])}
+assert rates["disagmoe"] > 10 * rates["megatron"], rates' "$work/out"
+fi
+
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 if ! $sanitize; then
@@ -251,7 +263,7 @@ while read -r options; do
     # shellcheck disable=SC2086
     expect 2 train $qwen3 --system disagmoe $options --json
     err_is_one_line
-    err_matches '^disagmoe: (/proc|'"$work"'|'$qwen3').*: (is no folder|cannot be|the folder cannot be made|is given for)'
+    err_matches '^disagmoe: (/proc|--trace|'"$work"').*: (is no folder|cannot be|the folder cannot be made|found .* the file of --jsonl)'
     [ ! -s "$work/out" ] || fail "steps before what is wrong was found: $options"
 done <<END
 --checkpoint $work/letters
@@ -395,6 +407,8 @@ if ! $sanitize; then
     interrupted 5 KILL 2 "${mpi[@]}" 8 "$disagmoe" train $qwen3 --steps 1000
     err_matches "^disagmoe: train: rank [01]: ended by signal 15 in step [0-9]+$"
     [ "$(grep -c '^disagmoe: ' "$work/err")" -le 2 ] || fail "every rank reports the end of another"
+    interrupted 0 HUP 2 "${mpi[@]}" 8 "$disagmoe" train $qwen3 --steps 1000
+    err_matches "^disagmoe: train: rank 0: ended by signal 1 in step [0-9]+$"
 fi
 
 expect 1 train $qwen3 --system megatron --set train.learning_rate=1e30 --checkpoint "$work/nan" --json
@@ -464,5 +478,17 @@ assert abs(a - b) < 1e-5 * a, f"{a} {b}"' "$work/imported-megatron" "$work/impor
 expect 2 train $qwen3 --system disagmoe --import $golden/model.safetensors
 err_has "$golden/model.safetensors"
 [ "$(grep -vc '^disagmoe: ' "$work/err")" = 0 ] || fail "an error without 'disagmoe: '"
+
+# Shards and an index as transformers saves them; the model with a layer less has no place for that layer.
+sharded=tests/golden/mixtral-1
+expect 0 import $sharded/config.json --output "$work/sharded.json"
+from_shards=(train $qwen3 --set "model=$work/sharded.json" --set model.dtype=fp32 --set seq_len=8 --system disagmoe --steps 1
+             --set 'parallel={"groups":1,"attn_gpus":1,"ffn_gpus":2}' --import $sharded/model.safetensors.index.json)
+expect 0 "${from_shards[@]}" --verify
+err_empty
+expect 2 "${from_shards[@]}" --set model.layers=1
+err_has "model.layers.1.block_sparse_moe.experts.0.w1.weight: the model has no place for this tensor"
+err_has "disagmoe: $sharded/model.safetensors.index.json: 14 more tensors for which the model has no place, 19 in all"
+[ "$(sort "$work/err" | uniq -d)" = '' ] || fail "an error is said more than once"
 
 [ $failures = 0 ] || { echo "$failures failed"; exit 1; }

@@ -103,6 +103,9 @@ bool json_set_path(cJSON *root, const char *path, cJSON *value);
 /* The value at a dotted path, or NULL. */
 cJSON *json_get_path(cJSON *root, const char *path);
 
+/* The value's JSON text on one line, its numbers as number_text gives them, in the arena. */
+const char *json_text(struct arena *arena, const cJSON *value);
+
 /* Text of a JSON_CHOICE: word number index of "a|b|c", in the arena. */
 const char *choice_word(struct arena *arena, const char *choices, int index);
 
@@ -123,13 +126,33 @@ const char *number_text(double value, char *buffer);
 bool file_write_atomic(const char *file, const void *data, size_t bytes, struct errors *errors);
 /* base "experiments/a.json", file "models/b.json" -> "experiments/models/b.json"; an absolute file stays. */
 const char *path_beside(struct arena *arena, const char *base, const char *file);
-/* Whether both names lead to one regular file, by whatever path or link; or, where neither is there yet,
- * would. */
-bool files_are_one(const char *a, const char *b);
 bool make_folder_of(const char *file, struct errors *errors); /* mkdir -p of the file's folder */
 /* Whether file_write_atomic could write it later: makes its folder and, beside it, a file that it removes
  * again. */
 bool file_is_writable(const char *file, struct errors *errors);
+/* Whether two paths lead to one file, be it there or not. Devices (/dev/null) are nobody's alone: false. */
+bool is_same_file(const char *a, const char *b);
+
+/* A file that is written while a long run goes on, beside its target as FILE.part (FILE.part2, ... where an
+   interrupted run left one), so that whatever ends the run, what was added can be read and the target is the
+   old one or the whole new one. A target that exists and is no regular file is written in place. */
+struct growing_file {
+    const char *name; /* as the user gave it; NULL: not open */
+    char *target;     /* links resolved */
+    char *part;       /* NULL: written in place */
+    int descriptor;
+    size_t length; /* bytes added */
+    int failure;   /* errno of what could not be added; nothing is added behind it */
+};
+/* False when it cannot be written: added to errors, and there is nothing to close. */
+bool growing_file_open(struct growing_file *file, const char *name, struct errors *errors);
+/* All of it is in the file, for every reader, or nothing of it (full disk). */
+void growing_file_add(struct growing_file *file, const char *data, size_t bytes);
+/* Puts the part in the target's place. False, with the reason in errors and the part left, where something
+   could not be written. */
+bool growing_file_finish(struct growing_file *file, struct errors *errors);
+/* Leaves the target as it was, and the part when `keep`. */
+void growing_file_leave(struct growing_file *file, bool keep);
 
 /* A text that grows. Zero-initialise; free(text). */
 struct text {
@@ -161,8 +184,21 @@ void parallel_for(int count, int jobs, void (*task)(void *context, int i), void 
                   const volatile int *stop);
 int processor_count(void);
 
-/* One line on stderr, redrawn at most ten times a second, only when stderr is a terminal; thread-safe. */
-void progress(const char *what, int done, int total);
+/* How far some work of `total` parts is, on stderr: on a terminal a bar, elsewhere a line now and then and
+   none for work of under half a minute. One thread at a time. */
+struct progress {
+    const char *what; /* "simulating" */
+    int total;
+    bool terminal;
+    bool drawn;          /* a bar stands on the terminal's line */
+    double began, shown; /* seconds_now() of the beginning, and of what was shown last */
+};
+struct progress progress_begin(const char *what, int total);
+void progress_show(struct progress *progress, int done);
+/* Takes the bar away before something else is printed. */
+void progress_clear(struct progress *progress);
+/* "45 s", "12 min 30 s", "3 h 05 min"; buffer of at least 32 bytes. */
+const char *duration_text(double seconds, char *buffer);
 double seconds_now(void); /* monotonic clock */
 
 /* ---- pulse ------------------------------------------------------------------------------------------- */

@@ -1,5 +1,5 @@
 /*
-Files: writing one whole or not at all, paths beside another, folders.
+Files: writing one whole or not at all, one that grows while a run goes on, paths beside another, folders.
 
 The temporary file stands beside its target, because only within one file system is a rename atomic. A target
 that exists and is no regular file (/dev/stdout, a pipe) is written in place: to replace it would be wrong.
@@ -35,17 +35,11 @@ static bool write_and_close(int descriptor, const void *data, size_t bytes) {
     return done;
 }
 
-/* "a/b" → "a/", "b" → "."; free(result). */
-static char *folder_of(const char *file) {
+/* Makes the rename itself last; a file system that cannot is none we could do more about. */
+static void sync_folder_of(const char *file) {
     const char *slash = strrchr(file, '/');
     char *folder = must_alloc(strlen(file) + 2);
     memcpy(folder, slash ? file : ".", slash ? (size_t)(slash - file) + 1 : 1);
-    return folder;
-}
-
-/* Makes the rename itself last; a file system that cannot is none we could do more about. */
-static void sync_folder_of(const char *file) {
-    char *folder = folder_of(file);
     int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor >= 0) {
         fsync(descriptor);
@@ -104,30 +98,132 @@ bool file_write_atomic(const char *file, const void *data, size_t bytes, struct 
     return done;
 }
 
+/* ---- files that grow --------------------------------------------------------------------------------- */
+
+/* A part of its own: what an earlier run left there, or one beside this one writes, stays as it is. */
+static bool open_part(struct growing_file *file) {
+    size_t room = strlen(file->target) + 32;
+    file->part = must_alloc(room);
+    for (int i = 1; i < 10000 && file->descriptor < 0; i++) {
+        snprintf(file->part, room, i > 1 ? "%s.part%d" : "%s.part", file->target, i);
+        file->descriptor = open(file->part, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (file->descriptor < 0 && errno != EEXIST) break;
+    }
+    return file->descriptor >= 0;
+}
+
+static void forget(struct growing_file *file) {
+    if (file->descriptor >= 0) close(file->descriptor);
+    free(file->target);
+    free(file->part);
+    *file = (struct growing_file){.descriptor = -1};
+}
+
+bool growing_file_open(struct growing_file *file, const char *name, struct errors *errors) {
+    struct stat status;
+    bool link = lstat(name, &status) == 0 && S_ISLNK(status.st_mode);
+    bool there = stat(name, &status) == 0, open_now;
+    char *resolved = link ? realpath(name, NULL) : NULL; /* so that a link goes on pointing to the file */
+    *file = (struct growing_file){.name = name, .descriptor = -1};
+    file->target = resolved ? resolved : strcpy(must_alloc(strlen(name) + 1), name);
+    if (there && !S_ISDIR(status.st_mode) && !S_ISREG(status.st_mode)) {
+        file->descriptor = open(name, O_WRONLY | O_CLOEXEC);
+        open_now = file->descriptor >= 0;
+    } else if (there && S_ISDIR(status.st_mode)) {
+        errno = EISDIR;
+        open_now = false;
+    } else {
+        open_now = open_part(file);
+    }
+    if (!open_now) {
+        errors_add(errors, name, NULL, "cannot be written: %s", strerror(errno));
+        forget(file);
+    }
+    return open_now;
+}
+
+void growing_file_add(struct growing_file *file, const char *data, size_t bytes) {
+    if (!file->name || file->failure) return;
+    if (write_all(file->descriptor, data, bytes)) {
+        file->length += bytes;
+        return;
+    }
+    file->failure = errno;
+    if (file->part && ftruncate(file->descriptor, (off_t)file->length) != 0) file->failure = errno;
+}
+
+bool growing_file_finish(struct growing_file *file, struct errors *errors) {
+    if (!file->name) return true;
+    int reason = file->failure;
+    if (!reason && !write_and_close(file->descriptor, NULL, 0)) reason = errno;
+    if (!file->failure) file->descriptor = -1;
+    if (!reason && file->part && rename(file->part, file->target) != 0) reason = errno;
+    bool left = reason && file->part && file->length;
+    if (reason)
+        errors_add(errors, file->name, NULL, "cannot be written: %s%s%s", strerror(reason),
+                   left ? "; what is finished lies in " : "", left ? file->part : "");
+    if (reason && file->part && !left) unlink(file->part);
+    if (!reason && file->part) sync_folder_of(file->target);
+    forget(file);
+    return reason == 0;
+}
+
+void growing_file_leave(struct growing_file *file, bool keep) {
+    if (!file->name) return;
+    if (file->part && !keep) unlink(file->part);
+    forget(file);
+}
+
+/* ---- paths ------------------------------------------------------------------------------------------- */
+
+/* Appends a path to a resolved one. */
+static void walk(struct text *whole, const char *rest) {
+    while (*rest) {
+        size_t part = strcspn(rest, "/");
+        char *last = whole->length ? strrchr(whole->text, '/') : NULL;
+        if (part == 2 && strncmp(rest, "..", 2) == 0 && last)
+            whole->length = (size_t)(last - whole->text), *last = '\0';
+        else if (part && !(part == 1 && *rest == '.'))
+            text_add(whole, "/%.*s", (int)part, rest);
+        rest += part + (rest[part] == '/');
+    }
+}
+
+/* The path from the root, links resolved as far as it leads to something; the caller frees it. */
+static char *resolve(const char *path) {
+    char *front = strcpy(must_alloc(strlen(path) + 1), path), *found = NULL;
+    size_t end = strlen(front);
+    while (end > 0 && !(found = realpath(front, NULL))) {
+        while (end > 0 && front[end - 1] != '/') end--;
+        while (end > 0 && front[end - 1] == '/') end--;
+        front[end] = '\0';
+    }
+    if (!found) found = realpath(path[0] == '/' ? "/" : ".", NULL);
+    struct text whole = {0};
+    text_add(&whole, "%s", found && strcmp(found, "/") != 0 ? found : "");
+    walk(&whole, path + end);
+    free(found);
+    free(front);
+    return whole.text;
+}
+
+bool is_same_file(const char *a, const char *b) {
+    struct stat first, second;
+    bool there = stat(a, &first) == 0, also = stat(b, &second) == 0;
+    if (there && also)
+        return first.st_dev == second.st_dev && first.st_ino == second.st_ino && !S_ISCHR(first.st_mode);
+    if (there || also) return false;
+    char *x = resolve(a), *y = resolve(b);
+    bool same = strcmp(x, y) == 0;
+    free(x);
+    free(y);
+    return same;
+}
+
 const char *path_beside(struct arena *arena, const char *base, const char *file) {
     const char *slash = base ? strrchr(base, '/') : NULL;
     if (file[0] == '/' || !slash) return arena_strdup(arena, file);
     return arena_printf(arena, "%.*s/%s", (int)(slash - base), base, file);
-}
-
-static bool stat_folder_of(const char *file, struct stat *status) {
-    char *folder = folder_of(file);
-    bool done = stat(folder, status) == 0;
-    free(folder);
-    return done;
-}
-
-bool files_are_one(const char *a, const char *b) {
-    struct stat first, second;
-    bool is_there = stat(a, &first) == 0, other_is_there = stat(b, &second) == 0;
-    if (is_there != other_is_there) return false;
-    if (is_there && !S_ISREG(first.st_mode)) return false;
-    if (!is_there) {
-        const char *name = strrchr(a, '/'), *other_name = strrchr(b, '/');
-        if (strcmp(name ? name + 1 : a, other_name ? other_name + 1 : b) != 0) return false;
-        if (!stat_folder_of(a, &first) || !stat_folder_of(b, &second)) return strcmp(a, b) == 0;
-    }
-    return first.st_dev == second.st_dev && first.st_ino == second.st_ino;
 }
 
 bool make_folder_of(const char *file, struct errors *errors) {

@@ -296,6 +296,27 @@ cJSON *json_number(double value) {
     return node;
 }
 
+/* The same tree with every number as text of its own. */
+static void write_out_numbers(cJSON *node) {
+    for (cJSON *child = node->child; child; child = child->next) write_out_numbers(child);
+    if (!cJSON_IsNumber(node)) return;
+    char text[32];
+    node->valuestring = cJSON_malloc(sizeof text);
+    if (!node->valuestring) return; /* then cJSON prints it its own way */
+    node->type = (node->type & ~0xff) | cJSON_Raw;
+    number_text(node->valuedouble, node->valuestring);
+}
+
+const char *json_text(struct arena *arena, const cJSON *value) {
+    cJSON *copy = cJSON_Duplicate(value, true);
+    if (copy) write_out_numbers(copy);
+    char *printed = copy ? cJSON_PrintUnformatted(copy) : NULL;
+    const char *text = arena_strdup(arena, printed ? printed : "null");
+    cJSON_free(printed);
+    cJSON_Delete(copy);
+    return text;
+}
+
 void json_add_number(cJSON *object, const char *key, double value) {
     cJSON_AddItemToObject(object, key, json_number(value));
 }

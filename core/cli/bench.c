@@ -56,7 +56,7 @@ static struct measured measure(const struct point *point) {
             struct plan plan;
             struct result result;
             bool feasible;
-            tune_point(system, point, &plan, &feasible, &errors);
+            tune_point(system, point->variants[i], &plan, &feasible, &errors);
             simulate_plan(system, &plan, &result, NULL, NULL);
         }
         measured.whole = fmin(measured.whole, seconds_now() - began);
@@ -65,7 +65,7 @@ static struct measured measure(const struct point *point) {
         const struct system *system = system_named(point->systems[i]);
         struct plan plan;
         bool feasible;
-        tune_point(system, point, &plan, &feasible, &errors);
+        tune_point(system, point->variants[i], &plan, &feasible, &errors);
         struct schedule *schedule = system->build(&plan);
         measured.arrange = fmin(measured.arrange, rate_of(schedule_arrange, schedule));
         measured.replay = fmin(measured.replay, rate_of(schedule_replay, schedule));

@@ -2,6 +2,21 @@
  * fit. */
 #include "cli/cli.h"
 
+/* What a schedule may use is less than the GPU has: the reserve is kept free. */
+static void print_memory(const struct result *result) {
+    const struct point *point = result->plan.point;
+    char peak[16], usable[16], over[16];
+    bytes_text(result->peak_memory, peak);
+    bytes_text(plan_usable_memory(point), usable);
+    bytes_text(result->peak_memory - plan_usable_memory(point), over);
+    if (point->table)
+        printf("peak memory %s, which costs do not limit\n", peak);
+    else if (result->oom)
+        printf("peak memory %s, %s more than the usable %s: does not fit\n", peak, over, usable);
+    else
+        printf("peak memory %s of the usable %s\n", peak, usable);
+}
+
 /* What is wrong goes to `found`. */
 static void check_plan(const struct system *system, const struct point *point, struct errors *found) {
     struct plan plan;
@@ -16,9 +31,9 @@ static void check_plan(const struct system *system, const struct point *point, s
     struct schedule *schedule;
     simulate_plan(system, &plan, &result, &schedule, NULL);
     bool valid = schedule_validate(schedule, found);
-    printf("%s: %s: %lld operations, %s; peak memory %.1f GB of %.1f GB%s\n", at, system->name,
-           (long long)result.ops, valid ? "valid" : "not valid", result.peak_memory / 1e9,
-           point->cluster->gpu.memory_bytes / 1e9, result.oom ? ", does not fit" : "");
+    printf("%s: %s: %lld operations, %s; ", at, system->name, (long long)result.ops,
+           valid ? "valid" : "not valid");
+    print_memory(&result);
     schedule_free(schedule);
 }
 
@@ -26,7 +41,7 @@ static void check_point(const struct options *options, const struct point *point
     for (int k = 0; k < point->system_count; k++) {
         const struct system *system = system_named(point->systems[k]);
         struct errors found = {0};
-        check_plan(system, point, &found);
+        check_plan(system, point->variants[k], &found);
         add_point_errors(options, point, system, &found, errors);
         errors_free(&found);
     }
@@ -42,10 +57,18 @@ static int run(int argc, char **argv) {
     if (is_missing(&verb_check, options.manifest, "a manifest")) return STATUS_USAGE;
     struct errors errors = {0};
     struct experiment experiment;
-    if (load_experiment(&options, &experiment, &errors))
-        for (int i = 0; i < experiment.point_count; i++)
-            check_point(&options, &experiment.points[i], &errors);
+    int done = 0;
+    if (load_experiment(&options, &experiment, &errors)) {
+        catch_interrupt();
+        for (; done < experiment.point_count && !interrupted; done++)
+            check_point(&options, &experiment.points[done], &errors);
+    }
     int status = errors.count ? STATUS_USAGE : STATUS_DONE;
+    if (interrupted && done < experiment.point_count) {
+        errors_add(&errors, options.manifest, NULL, "interrupted: %d of %d points are checked", done,
+                   experiment.point_count);
+        status = STATUS_FAILED;
+    }
     errors_print(&errors, stderr);
     errors_free(&errors);
     experiment_free(&experiment);

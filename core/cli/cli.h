@@ -40,7 +40,7 @@ struct options {
 struct option_rule {
     const char *name; /* "--csv" */
     const char **text;
-    int *number;
+    int *number; /* from 1 on */
     bool *flag;
 };
 /* Parses --name VALUE and --name=VALUE, --set path=value (into overrides) and one positional argument (into
@@ -49,27 +49,57 @@ struct option_rule {
 bool parse_options(const struct verb *verb, int argc, char **argv, const struct option_rule *rules,
                    int rule_count, struct options *options, const char **positional, bool *helped);
 
-/* Reads the manifest and checks that its systems, or the one asked for, are registered. */
+/* Reads the manifest and checks that its systems, or the one asked for, are registered. Each system runs its
+   point's variant. */
 bool load_experiment(const struct options *options, struct experiment *experiment, struct errors *errors);
 /* Adds what was found wrong with a point for a system, with the manifest and the point named. */
 void add_point_errors(const struct options *options, const struct point *point, const struct system *system,
                       const struct errors *found, struct errors *errors);
 
-/* Set by Ctrl-C: what is finished is kept, nothing new begins. */
+/* A file the command line has written. */
+struct output {
+    const char *option, *file; /* "--csv"; NULL: not asked for */
+};
+/* Adds an error for every two outputs that are one file, and for each that one of the manifest's files is. */
+void check_outputs(const struct output *outputs, int count, const struct experiment *experiment,
+                   struct errors *errors);
+
+/* Set by Ctrl-C, SIGTERM and SIGHUP (unless it was ignored, as nohup does): what is finished is kept, nothing
+   new begins. A second signal ends the process at once. */
 extern volatile int interrupted;
 void catch_interrupt(void);
 
 /* One object a line; takes the object. */
 void print_json_line(cJSON *object, FILE *stream);
+/* "82 GB", "3.4 MB": two digits or more with a unit that suits the value; buffer of at least 16 bytes. */
+const char *bytes_text(double bytes, char *buffer);
 /* Reports a missing argument on stderr when text is NULL; what: "a manifest". */
 bool is_missing(const struct verb *verb, const char *text, const char *what);
 
 /* ---- tables ------------------------------------------------------------------------------------------ */
 
+/* "4K" for 4096, else digits; buffer of at least 16 bytes. */
+const char *sequence_text(int seq_len, char *buffer);
+#define TABLE_WIDTH 80
+/* Prints a line, broken at TABLE_WIDTH behind spaces and commas where there are some; what follows is
+ * indented. */
+void print_wrapped(const char *text, FILE *stream);
+
+/* The columns that say of which point a row is: model, sequence, nodes, and what the manifest sweeps besides.
+   Where room is short, what is the same in all rows moves to a line above the table, and then the swept
+   values to a list below it, in which the rows give their number. */
+struct columns;
+/* For tables of these records whose other columns leave `room` characters. */
+struct columns *columns_new(const struct result *results, int count, int room);
+void columns_free(struct columns *columns);
+void columns_print_common(const struct columns *columns, FILE *stream); /* the line above, where needed */
+void columns_print_heading(const struct columns *columns, FILE *stream);
+void columns_print(const struct columns *columns, const struct point *point, FILE *stream);
+void columns_print_legend(const struct columns *columns, FILE *stream);
+
 /* The records as a table, and where megatron stands beside another system the speedups next to the paper's
    figures, which are read from `published` (NULL: none). Rows of one point follow each other. */
-void print_report(const struct experiment *experiment, const struct result *results, int count,
-                  const char *published, FILE *stream);
+void print_report(const struct result *results, int count, const char *published, FILE *stream);
 /* The factors of each record's step time and of its speedup. */
 void print_explanation(const struct result *results, int count, FILE *stream);
 /* All-to-all share of forward time by nodes under the cost model, beside the paper's section-3 trend. */

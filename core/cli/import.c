@@ -11,7 +11,7 @@ static int run(int argc, char **argv) {
         return STATUS_USAGE;
     if (helped) return STATUS_DONE;
     if (is_missing(&verb_import, file, "a config.json")) return STATUS_USAGE;
-    if (output && files_are_one(file, output)) {
+    if (output && is_same_file(file, output)) {
         fprintf(stderr, "disagmoe: import: --output: found %s, the file that is read; any other is allowed\n",
                 output);
         return STATUS_USAGE;

@@ -2,6 +2,7 @@
 #include "cli/cli.h"
 
 #include <malloc.h>
+#include <signal.h>
 #include <string.h>
 
 static const struct verb *const verbs[] = {&verb_sim,    &verb_schedule, &verb_check, &verb_train,
@@ -27,6 +28,7 @@ int main(int argc, char **argv) {
      * kernel. */
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
     mallopt(M_TRIM_THRESHOLD, 1 << 30);
+    signal(SIGXFSZ, SIG_IGN); /* a file that may not grow is a file that cannot be written */
     if (argc < 2) {
         print_usage(stderr);
         return STATUS_USAGE;

@@ -54,9 +54,11 @@ static int run(int argc, char **argv) {
     int status = STATUS_USAGE;
     if (load_experiment(&options, &experiment, &errors)) {
         const struct point *point = &experiment.points[0];
-        if (experiment.point_count == 1 && point->system_count == 1)
-            status = show(&options, system_named(point->systems[0]), point, &errors);
-        else
+        const struct output output = {"--trace", options.trace};
+        check_outputs(&output, 1, &experiment, &errors);
+        if (experiment.point_count == 1 && point->system_count == 1 && !errors.count)
+            status = show(&options, system_named(point->systems[0]), point->variants[0], &errors);
+        else if (!errors.count)
             errors_add(
                 &errors, options.manifest, NULL,
                 "found %d points and %d systems; one of each is needed: choose with --set and --system",

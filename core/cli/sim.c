@@ -1,19 +1,22 @@
 /*
 disagmoe sim: simulates every point of a manifest for every system, in parallel, and reports.
 
-Each (point, system) is one task; results are written in the manifest's order whatever the number of threads,
-so that the output is the same bytes on every run. After Ctrl-C what is finished is reported and the status
-is 1.
+Each (point, system) is one task. A point's records are written when all its tasks are done and all points
+before it are written: in the manifest's order whatever the number of threads, so that the output is the same
+bytes on every run. Files grow beside their targets and take their place at the end: whatever ends a run, what
+is finished can be read, and no file of a whole run is replaced by a part of one. After Ctrl-C what is
+finished is reported and the status is 1.
 */
 #include "cli/cli.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 struct task {
-    const struct point *point;
+    const struct point *point; /* as its system runs it */
     const struct system *system;
     struct result result;
     struct errors errors;
@@ -21,10 +24,79 @@ struct task {
 };
 
 struct run {
+    const struct options *options;
     struct task *tasks;
-    int count, finished;
-    bool quiet;
+    int count;
+    pthread_mutex_t mutex; /* of all below, and of done */
+    int finished, written; /* tasks; those before `written` are records now */
+    struct result *records;
+    int record_count;
+    struct growing_file csv, jsonl;
+    struct progress progress;
 };
+
+/* ---- records as they come ---------------------------------------------------------------------------- */
+
+static void write_csv(const struct result *records, int count, FILE *stream) {
+    for (int i = 0; i < count; i++) result_csv(&records[i], stream);
+}
+
+static void write_json_lines(const struct result *records, int count, FILE *stream) {
+    for (int i = 0; i < count; i++) print_json_line(result_json(&records[i]), stream);
+}
+
+static void add_to(struct growing_file *file, void (*write)(const struct result *, int, FILE *),
+                   const struct result *records, int count) {
+    if (!file->name || !count) return;
+    char *text = NULL;
+    size_t length = 0;
+    FILE *stream = open_memstream(&text, &length);
+    write(records, count, stream);
+    fclose(stream);
+    growing_file_add(file, text, length);
+    free(text);
+}
+
+/* Makes records of the tasks of one point, first … end − 1, as far as they are done. */
+static void write_point(struct run *run, int first, int end) {
+    struct result *records = run->records + run->record_count;
+    int count = 0;
+    for (int i = first; i < end; i++)
+        if (run->tasks[i].done && run->tasks[i].result.system) records[count++] = run->tasks[i].result;
+    fill_speedups(records, count);
+    run->record_count += count;
+    run->written = end;
+    add_to(&run->csv, write_csv, records, count);
+    add_to(&run->jsonl, write_json_lines, records, count);
+    if (!run->options->json || !count) return;
+    progress_clear(&run->progress);
+    write_json_lines(records, count, stdout);
+    fflush(stdout);
+}
+
+/* Writes the points that are due. At the end those that are cut off as well, which have no speedup where the
+   baseline is missing. */
+static void write_points(struct run *run, bool cut_off) {
+    while (run->written < run->count) {
+        int first = run->written, end = first;
+        bool done = true;
+        for (; end < run->count && run->tasks[end].point->index == run->tasks[first].point->index; end++)
+            done &= run->tasks[end].done;
+        if (!done && !cut_off) return;
+        write_point(run, first, end);
+    }
+}
+
+/* ---- tasks ------------------------------------------------------------------------------------------- */
+
+static void finish_task(struct run *run, struct task *task) {
+    pthread_mutex_lock(&run->mutex);
+    task->done = true;
+    run->finished++;
+    write_points(run, false);
+    if (!run->options->quiet) progress_show(&run->progress, run->finished);
+    pthread_mutex_unlock(&run->mutex);
+}
 
 static void run_task(void *context, int i) {
     struct run *run = context;
@@ -41,22 +113,19 @@ static void run_task(void *context, int i) {
                                            .speedup = NAN,
                                            .executor = "sim"};
     }
-    task->done = true;
-    int finished = __atomic_add_fetch(&run->finished, 1, __ATOMIC_RELAXED);
-    if (!run->quiet) progress("simulating", finished, run->count);
+    finish_task(run, task);
 }
 
-static struct run plan_tasks(const struct experiment *experiment) {
-    struct run run = {0};
-    for (int i = 0; i < experiment->point_count; i++) run.count += experiment->points[i].system_count;
-    run.tasks = must_alloc((size_t)(run.count ? run.count : 1) * sizeof *run.tasks);
+static void plan_tasks(struct run *run, const struct experiment *experiment) {
     int next = 0;
+    for (int i = 0; i < experiment->point_count; i++) run->count += experiment->points[i].system_count;
+    run->tasks = must_alloc((size_t)(run->count + 1) * sizeof *run->tasks);
+    run->records = must_alloc((size_t)(run->count + 1) * sizeof *run->records);
     for (int i = 0; i < experiment->point_count; i++)
         for (int k = 0; k < experiment->points[i].system_count; k++, next++) {
-            run.tasks[next].point = &experiment->points[i];
-            run.tasks[next].system = system_named(experiment->points[i].systems[k]);
+            run->tasks[next].point = experiment->points[i].variants[k];
+            run->tasks[next].system = system_named(experiment->points[i].systems[k]);
         }
-    return run;
 }
 
 /* An impossible layout is the manifest's error: say where. */
@@ -68,46 +137,59 @@ static void collect_errors(const struct options *options, struct run *run, struc
     }
 }
 
-/* Results of finished tasks, point after point. A point that was cut off has no speedup. */
-static struct result *collect_results(struct run *run, int *count) {
-    struct result *results = must_alloc((size_t)(run->count ? run->count : 1) * sizeof *results);
-    *count = 0;
-    for (int i = 0; i < run->count;) {
-        int first = *count, end = i;
-        for (; end < run->count && run->tasks[end].point == run->tasks[i].point; end++)
-            if (run->tasks[end].done && run->tasks[end].result.system)
-                results[(*count)++] = run->tasks[end].result;
-        fill_speedups(results + first, *count - first);
-        i = end;
-    }
-    return results;
-}
+/* ---- files ------------------------------------------------------------------------------------------- */
 
-static void print_json_lines(const struct result *results, int count, FILE *stream) {
-    for (int i = 0; i < count; i++) print_json_line(result_json(&results[i]), stream);
-}
-
-static void print_csv(const struct result *results, int count, FILE *stream) {
-    result_csv(NULL, stream);
-    for (int i = 0; i < count; i++) result_csv(&results[i], stream);
-}
-
-static bool write_records(const char *file, void (*print)(const struct result *, int, FILE *),
-                          const struct result *results, int count, struct errors *errors) {
-    char *text = NULL;
+/* Before the run begins, so that it is not in vain. */
+static bool open_files(struct run *run, const struct experiment *experiment, struct errors *errors) {
+    const struct options *options = run->options;
+    char *heading = NULL;
     size_t length = 0;
-    FILE *stream = open_memstream(&text, &length);
-    print(results, count, stream);
+    if (options->csv &&
+        !(make_folder_of(options->csv, errors) && growing_file_open(&run->csv, options->csv, errors)))
+        return false;
+    if (options->jsonl &&
+        !(make_folder_of(options->jsonl, errors) && growing_file_open(&run->jsonl, options->jsonl, errors))) {
+        growing_file_leave(&run->csv, false);
+        return false;
+    }
+    FILE *stream = open_memstream(&heading, &length);
+    result_csv_heading(&experiment->points[0], stream);
     fclose(stream);
-    bool written = make_folder_of(file, errors) && file_write_atomic(file, text, length, errors);
-    free(text);
-    return written;
+    growing_file_add(&run->csv, heading, length);
+    free(heading);
+    return true;
+}
+
+/* Of a run that is not whole the target stays what it was. */
+static bool close_file(struct growing_file *file, bool whole, int records, struct errors *errors) {
+    if (!file->name) return true;
+    if (whole || !file->part) return growing_file_finish(file, errors);
+    if (file->failure) errors_add(errors, file->name, NULL, "cannot be written: %s", strerror(file->failure));
+    if (records)
+        errors_add(errors, file->name, NULL,
+                   "left as it was: the run is not whole; what is finished lies in %s", file->part);
+    growing_file_leave(file, records > 0);
+    return true;
+}
+
+/* ---- the whole run ----------------------------------------------------------------------------------- */
+
+static bool check_files(const struct run *run, const struct experiment *experiment, struct errors *errors) {
+    const struct options *options = run->options;
+    const struct output outputs[] = {
+        {"--csv", options->csv}, {"--jsonl", options->jsonl}, {"--trace", options->trace}};
+    int before = errors->count;
+    check_outputs(outputs, COUNT(outputs), experiment, errors);
+    if (options->trace && run->count != 1)
+        errors_add(errors, NULL, "--trace", "found %d records; one is needed: choose with --set and --system",
+                   run->count);
+    return errors->count == before;
 }
 
 static bool write_trace(const char *file, const struct result *results, int count, struct errors *errors) {
-    if (count != 1 || !results[0].feasible) {
-        errors_add(errors, NULL, "--trace",
-                   "found %d records; one feasible record is needed: choose with --set and --system", count);
+    if (!count) return false; /* what was wrong has been said */
+    if (!results[0].feasible) {
+        errors_add(errors, NULL, "--trace", "nothing fits the GPUs' memory, so there is no schedule");
         return false;
     }
     struct schedule *schedule;
@@ -128,45 +210,44 @@ static const char *published_beside(struct experiment *experiment) {
 
 static int report(const struct options *options, struct experiment *experiment, struct run *run,
                   struct errors *errors) {
-    int count;
+    const struct result *records = run->records;
+    int count = run->record_count;
     collect_errors(options, run, errors);
-    struct result *results = collect_results(run, &count);
     int status = errors->count ? STATUS_USAGE : STATUS_DONE;
-    if (options->json)
-        print_json_lines(results, count, stdout);
-    else
-        print_report(experiment, results, count, published_beside(experiment), stdout);
+    bool cut = run->finished < run->count, whole = !errors->count && !cut, written = true;
+    if (!options->json) print_report(records, count, published_beside(experiment), stdout);
     if (options->explain) {
-        print_explanation(results, count, options->json ? stderr : stdout);
+        print_explanation(records, count, options->json ? stderr : stdout);
         print_trend(experiment, published_beside(experiment), options->json ? stderr : stdout);
     }
-    if (options->csv && !write_records(options->csv, print_csv, results, count, errors) && !status)
-        status = STATUS_FAILED;
-    if (options->jsonl && !write_records(options->jsonl, print_json_lines, results, count, errors) && !status)
-        status = STATUS_FAILED;
-    if (options->trace && !write_trace(options->trace, results, count, errors) && !status)
-        status = STATUS_FAILED;
-    if (interrupted) {
+    if (cut)
         errors_add(errors, options->manifest, NULL, "interrupted: %d of %d records are finished", count,
                    run->count);
-        status = STATUS_FAILED;
-    }
-    free(results);
-    return status;
+    written &= close_file(&run->csv, whole, count, errors);
+    written &= close_file(&run->jsonl, whole, count, errors);
+    if (options->trace) written &= write_trace(options->trace, records, count, errors);
+    return cut || (!written && !status) ? STATUS_FAILED : status;
 }
 
 static int simulate(struct options *options) {
     struct errors errors = {0};
     struct experiment experiment;
+    struct run run = {.options = options, .mutex = PTHREAD_MUTEX_INITIALIZER};
     int status = STATUS_USAGE;
     if (load_experiment(options, &experiment, &errors)) {
-        struct run run = plan_tasks(&experiment);
-        catch_interrupt();
-        run.quiet = options->quiet;
-        parallel_for(run.count, options->jobs ? options->jobs : processor_count(), run_task, &run,
-                     &interrupted);
-        status = report(options, &experiment, &run, &errors);
+        plan_tasks(&run, &experiment);
+        if (check_files(&run, &experiment, &errors)) status = STATUS_FAILED;
+        if (status == STATUS_FAILED && open_files(&run, &experiment, &errors)) {
+            catch_interrupt();
+            run.progress = progress_begin("simulating", run.count);
+            parallel_for(run.count, options->jobs ? options->jobs : processor_count(), run_task, &run,
+                         &interrupted);
+            progress_clear(&run.progress);
+            write_points(&run, true);
+            status = report(options, &experiment, &run, &errors);
+        }
         free(run.tasks);
+        free(run.records);
     }
     errors_print(&errors, stderr);
     errors_free(&errors);
@@ -195,12 +276,15 @@ const struct verb verb_sim = {
     .summary = "simulate every point of a manifest",
     .help = "  --system NAME      only this system\n"
             "  --set path=value   change the manifest, e.g. --set model.layers=8 (repeatable)\n"
-            "  --jobs N           threads; the output does not depend on it\n"
-            "  --json             one record a line instead of tables\n"
+            "                     --set per_system.NAME.path=value for one system, --set sweep.path=[1,2]\n"
+            "  --jobs N           threads, at most one a record; the output does not depend on it\n"
+            "  --json             one record a line instead of tables, as they come\n"
             "  --csv FILE         the records as CSV\n"
             "  --jsonl FILE       the records as JSON lines\n"
             "  --trace FILE       Perfetto / chrome://tracing JSON of a single record\n"
             "  --explain          factors of step time and speedup; all-to-all share by nodes\n"
-            "  --quiet            no progress bar\n",
+            "  --quiet            no progress\n"
+            "Files grow as FILE.part and become FILE when the run is whole. Ctrl-C, SIGTERM and\n"
+            "SIGHUP end a run early: what is finished is shown and stays in FILE.part.\n",
     .run = run,
 };

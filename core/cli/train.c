@@ -154,14 +154,19 @@ static void set_dtype(struct train *train, struct model *model) {
 
 /* The manifest with what the command line changes. */
 static bool load(struct train *train, struct errors *errors) {
-    if (!load_experiment(&train->options, &train->experiment, errors)) return false;
-    for (int i = 0; i < train->experiment.point_count; i++) {
-        struct point *point = &train->experiment.points[i];
-        set_dtype(train, point->model);
-        if (train->steps) point->training.steps = train->steps;
-        if (train->data) point->training.data = train->data;
-    }
-    return true;
+    const struct output outputs[] = {{"--jsonl", train->options.jsonl}, {"--trace", train->options.trace}};
+    struct experiment *experiment = &train->experiment;
+    if (!load_experiment(&train->options, experiment, errors)) return false;
+    for (int i = 0; i < experiment->point_count; i++)
+        for (int k = -1; k < experiment->points[i].system_count; k++) {
+            struct point *point = k < 0 ? &experiment->points[i] : experiment->points[i].variants[k];
+            set_dtype(train, point->model);
+            if (train->steps) point->training.steps = train->steps;
+            if (train->data) point->training.data = train->data;
+        }
+    int before = errors->count;
+    check_outputs(outputs, COUNT(outputs), experiment, errors);
+    return errors->count == before;
 }
 
 static struct runs list_runs(const struct train *train) {
@@ -173,8 +178,8 @@ static struct runs list_runs(const struct train *train) {
     struct run *run = runs.list;
     for (int i = 0; i < experiment->point_count; i++)
         for (int k = train->reference ? -1 : 0; k < experiment->points[i].system_count; k++, run++) {
-            run->point = &experiment->points[i];
-            run->system = k < 0 ? &single_process : system_named(run->point->systems[k]);
+            run->point = k < 0 ? &experiment->points[i] : experiment->points[i].variants[k];
+            run->system = k < 0 ? &single_process : system_named(experiment->points[i].systems[k]);
             run->name = experiment->point_count > 1
                             ? arena_printf(train->arena, "%s-%d", run->system->name, i)
                             : run->system->name;
@@ -264,13 +269,11 @@ static double checkpoint_bytes(const struct run *run) {
 
 /* What a run needs only at its end, or after hours, is looked at before it begins. */
 static bool check_files(const struct train *train, const struct runs *runs, struct errors *errors) {
-    const char *trace = train->options.trace, *lines = train->options.jsonl;
+    const char *trace = train->options.trace;
     int before = errors->count;
     if (trace && runs->several)
         errors_add(errors, NULL, "--trace",
                    "found %d runs; a single one is needed: choose with --set and --system", runs->count);
-    if (trace && lines && files_are_one(trace, lines))
-        errors_add(errors, trace, NULL, "is given for --trace and for --jsonl; allowed is one of them");
     if (trace) file_is_writable(trace, errors);
     if (train->resume && access(train->resume, F_OK) != 0)
         errors_add(errors, train->resume, NULL, "cannot be read: %s", strerror(errno));

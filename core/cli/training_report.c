@@ -212,7 +212,7 @@ static void print_end(const struct training_report *report, const struct memory_
     else
         printf("no step is left to do\n");
     if (fullest->predicted > 0) print_memory(report, fullest, deviations);
-    if (oom) printf("  oom: the cluster's GPUs have %.3f MB\n", usable_memory(report->plan->point) / 1e6);
+    if (oom) printf("  oom: %.3f MB of a GPU are usable\n", plan_usable_memory(report->plan->point) / 1e6);
     fflush(stdout);
 }
 
@@ -225,7 +225,7 @@ void training_report_end(struct training_report *report, const struct step_repor
         if (memory[rank].used > memory[fullest].used) fullest = rank;
         predicted = fmax(predicted, memory[rank].predicted);
     }
-    bool oom = predicted > usable_memory(report->plan->point);
+    bool oom = predicted > plan_usable_memory(report->plan->point);
     print_line(report, run_json(report, last, &memory[fullest], deviations, ranks, oom));
     if (!report->json) print_end(report, &memory[fullest], deviations, oom);
     fflush(stdout);

@@ -23,6 +23,7 @@ enum peak { PEAK_FLOPS, PEAK_HBM, PEAK_NVLINK, PEAK_NIC, PEAK_HOST, PEAK_MEMORY,
 struct rate_kind {
     const char *name, *unit;
     enum peak peak;
+    bool optional;
 };
 
 static const struct rate_kind RATE_KINDS[RATE_COUNT] = {
@@ -30,8 +31,11 @@ static const struct rate_kind RATE_KINDS[RATE_COUNT] = {
     [RATE_CORE_FORWARD] = {"core_attention_forward", "FLOP/s", PEAK_FLOPS},
     [RATE_CORE_BACKWARD] = {"core_attention_backward", "FLOP/s", PEAK_FLOPS},
     [RATE_GROUPED_GEMM] = {"grouped_gemm", "FLOP/s", PEAK_FLOPS},
+    [RATE_HEAD_GEMM] = {"head_gemm", "FLOP/s", PEAK_FLOPS, true},
+    [RATE_GROUPED_TILE] = {"grouped_gemm_tile", "rows", PEAK_NONE, true},
     [RATE_HBM] = {"hbm", "bytes/s", PEAK_HBM},
     [RATE_KERNEL_LAUNCH] = {"kernel_launch", "s", PEAK_NONE},
+    [RATE_LAYER_OVERHEAD] = {"layer_overhead", "s", PEAK_NONE, true},
     [RATE_NVLINK_EXCHANGE] = {"nvlink_exchange", "bytes/s", PEAK_NVLINK},
     [RATE_NIC_EXCHANGE] = {"nic_exchange", "bytes/s", PEAK_NIC},
     [RATE_NVLINK_REDUCE] = {"nvlink_reduce", "bytes/s", PEAK_NVLINK},
@@ -51,6 +55,14 @@ const char *cluster_rate_unit(enum rate rate) {
 
 int cluster_gpus(const struct cluster *cluster) {
     return cluster->nodes * cluster->gpus_per_node;
+}
+
+int cluster_gpu_beside(const struct cluster *cluster, int nic) {
+    return nic * (cluster->gpus_per_node / cluster->nics_per_node);
+}
+
+int cluster_nic_beside(const struct cluster *cluster, int gpu) {
+    return gpu / (cluster->gpus_per_node / cluster->nics_per_node);
 }
 
 /* ---- blocks of hardware ------------------------------------------------------------------------------ */
@@ -177,10 +189,11 @@ static bool read_rate(struct json value, enum rate rate, struct cluster *cluster
         const char *unit, *source;
     } entry = {0};
     /* Time and reserved memory may be nothing; a speed may not. */
-    bool may_be_zero = rate == RATE_KERNEL_LAUNCH || rate == RATE_MEMORY_RESERVE;
+    bool is_time = rate == RATE_KERNEL_LAUNCH || rate == RATE_LAYER_OVERHEAD;
+    bool may_be_zero = is_time || rate == RATE_MEMORY_RESERVE;
     const struct json_field fields[] = {
         {"value", JSON_REAL, offsetof(struct entry, value), true, may_be_zero ? 0 : 1,
-         rate == RATE_KERNEL_LAUNCH ? 1 : MOST_RATE, NULL},
+         is_time ? 1 : MOST_RATE, NULL},
         {"unit", JSON_TEXT, offsetof(struct entry, unit), true, 0, 0, NULL},
         {"source", JSON_TEXT, offsetof(struct entry, source), true, 0, 0, NULL},
     };
@@ -206,13 +219,14 @@ static bool read_rates(struct json value, struct cluster *cluster, bool *rates_r
         fields[rate] = (struct json_field){.key = RATE_KINDS[rate].name,
                                            .type = JSON_VALUE,
                                            .offset = (size_t)rate * sizeof entries[0],
-                                           .required = true};
+                                           .required = !RATE_KINDS[rate].optional};
     bool good = json_read_fields(value, fields, RATE_COUNT, entries);
     for (int rate = 0; rate < RATE_COUNT; rate++) {
         if (!entries[rate].node) continue;
         rates_read[rate] = read_rate(entries[rate], (enum rate)rate, cluster);
         good &= rates_read[rate];
     }
+    if (!entries[RATE_HEAD_GEMM].node) cluster->rates[RATE_HEAD_GEMM] = cluster->rates[RATE_GEMM];
     return good;
 }
 

@@ -18,8 +18,12 @@ enum rate {
     RATE_CORE_FORWARD,    /* core attention forward, counted causally, FLOP/s */
     RATE_CORE_BACKWARD,   /* core attention backward, FLOP/s */
     RATE_GROUPED_GEMM,    /* matrix products of experts, FLOP/s */
-    RATE_HBM,             /* element-wise kernels, bytes/s read and written */
+    RATE_HEAD_GEMM,       /* the output head's matrix product, FLOP/s; left out: gemm's */
+    RATE_GROUPED_TILE,    /* rows that an expert's products are rounded up to; left out: none */
+    RATE_HBM,             /* element-wise kernels and operands of products, bytes/s read and written */
     RATE_KERNEL_LAUNCH,   /* seconds a kernel */
+    RATE_LAYER_OVERHEAD,  /* seconds that a layer's attention takes in each pass, whatever its tokens; left
+                             out:  none */
     RATE_NVLINK_EXCHANGE, /* all-to-all and M2N inside a node, bytes/s a GPU and direction */
     RATE_NIC_EXCHANGE,    /* all-to-all and M2N between nodes, bytes/s a GPU and direction */
     RATE_NVLINK_REDUCE,   /* all-reduce, reduce-scatter and all-gather inside a node, bus bandwidth a GPU */
@@ -62,22 +66,31 @@ const char *cluster_rate_name(enum rate rate);
 const char *cluster_rate_unit(enum rate rate);
 
 int cluster_gpus(const struct cluster *cluster);
+/* The GPUs beside a NIC, from the first on: gpus_per_node ÷ nics_per_node of them. */
+int cluster_gpu_beside(const struct cluster *cluster, int nic);
+/* The NIC beside a GPU. */
+int cluster_nic_beside(const struct cluster *cluster, int gpu);
 /* Slowest speed among `count` GPUs: a synchronised group moves with its slowest. gpus may be NULL: the first
  * ones. */
 double cluster_slowest(const struct cluster *cluster, const int *gpus, int count);
 
 /* ---- transfers --------------------------------------------------------------------------------------- */
 
-/* One side of a transfer: which GPUs, and which share of all bytes each sends or receives (shares sum to 1).
- */
+/* One side of a transfer: which GPUs, and which share of all bytes each sends or receives (shares sum to 1);
+   which NICs it owns, by number (NIC i stands on node i ÷ nics_per_node). nics NULL: each GPU brings its part
+   of its node's, nics_per_node ÷ gpus_per_node of one. In a node a side's bytes spread evenly over its NICs:
+   each GPU uses the one beside it up to that share, the rest hops over NVLink to the GPUs beside the others.
+   A side must own a NIC on each node from which it sends. */
 struct ports {
     const int *gpus;
     const double *shares;
     int count;
+    const int *nics;
+    int nic_count;
 };
 struct traffic {
     double seconds;      /* of the busiest port, with latency; 0 when nothing moves */
-    double nic_bytes;    /* through the busiest NIC port */
+    double nic_bytes;    /* through the busiest NIC, one direction */
     double nvlink_bytes; /* through the busiest NVLink port */
 };
 /* All of `bytes` go from `from` to `to`, every sender spreading over the receivers by their shares (an

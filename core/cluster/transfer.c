@@ -1,10 +1,14 @@
 /*
 How long messages take on the links of a cluster.
 
-A transfer lasts as long as its busiest port, one direction of one GPU's NVLink or NIC, plus the latency of
-the slowest kind of link it uses. Bytes between two GPUs of a node go over NVLink, between nodes over NICs.
-Loads are summed by node first, so that an exchange among M senders and N receivers costs O(M + N) and not O(M
-· N).
+A transfer lasts as long as its busiest port, one direction of one GPU's NVLink or of one NIC, plus the
+latency of the slowest kind of link it uses. Bytes between two GPUs of a node go over NVLink, between nodes
+over NICs. Loads are summed by node first, so that an exchange among M senders and N receivers costs O(M + N)
+and not O(M · N).
+
+What a side sends or receives through its NICs of a node spreads evenly over them (as NCCL's PXN does): a GPU
+uses the NIC beside it up to that share; what it has above, or all where the NIC is another side's, passes
+over NVLink to a GPU beside a NIC with room, and counts at both.
 
 Where the spine connects rails only, bytes for another rail first hop over NVLink to the GPU of their node
 that sits on that rail. In an exchange the receivers are taken to be spread evenly over the rails, so the
@@ -24,14 +28,14 @@ static int node_of(const struct cluster *cluster, int gpu) {
     return gpu / cluster->gpus_per_node;
 }
 
-static int rail_of(const struct cluster *cluster, int gpu) {
-    return gpu % cluster->gpus_per_node * cluster->nics_per_node / cluster->gpus_per_node;
+/* Bytes/s of one NIC towards the spine. */
+static double nic_capacity(const struct cluster *cluster, enum rate rate) {
+    return cluster->rates[rate] / cluster->spine.oversubscription;
 }
 
-/* Bytes/s that one GPU gets through the NICs of its node towards the spine. */
-static double nic_capacity(const struct cluster *cluster, enum rate rate) {
-    return cluster->rates[rate] * cluster->nics_per_node / cluster->gpus_per_node /
-           cluster->spine.oversubscription;
+/* NICs that one GPU brings: its part of its node's. */
+static double nics_per_gpu(const struct cluster *cluster) {
+    return (double)cluster->nics_per_node / cluster->gpus_per_node;
 }
 
 /* The nodes that a transfer touches, first to last, those between included. */
@@ -96,62 +100,127 @@ double cluster_slowest(const struct cluster *cluster, const int *gpus, int count
 
 /* ---- exchange ---------------------------------------------------------------------------------------- */
 
-/* One side's shares, summed. */
-struct side_sums {
+/* One side of an exchange, summed; arrays are of the span's GPUs, nodes and NICs. Bytes are shares of all. */
+struct side {
     double total;
-    double *of_gpu, *of_node; /* from the span's first on */
+    double *of_gpu, *of_node;
+    double *outside; /* of each GPU: what passes through NICs */
+    double *outside_of_node, *outside_of_nic;
+    double *nics_of_node;
+    bool by_gpu; /* every GPU of the side brings its part of a NIC */
+    bool *owned; /* NICs, or by_gpu: GPUs that bring one */
 };
 
-static void sum_side(const struct cluster *cluster, struct span span, struct ports side,
-                     struct side_sums *sums) {
+static int span_nics(const struct cluster *cluster, struct span span) {
+    return span.nodes * cluster->nics_per_node;
+}
+
+/* Doubles that a side needs. */
+static int side_room(const struct cluster *cluster, struct span span) {
+    return 3 * span.gpus + 3 * span.nodes + span_nics(cluster, span); /* the last span.gpus for `owned` */
+}
+
+static void side_place(struct side *side, const struct cluster *cluster, struct span span, double *room) {
+    side->of_gpu = room;
+    side->outside = side->of_gpu + span.gpus;
+    side->of_node = side->outside + span.gpus;
+    side->outside_of_node = side->of_node + span.nodes;
+    side->nics_of_node = side->outside_of_node + span.nodes;
+    side->outside_of_nic = side->nics_of_node + span.nodes;
+    side->owned = (bool *)(side->outside_of_nic + span_nics(cluster, span));
+}
+
+static void sum_side(const struct cluster *cluster, struct span span, struct ports ports, struct side *side) {
     /* The total adds up in the order of the nodes' sums: when all shares stand on one node the two are equal
        to the last bit, and nothing is left over for a NIC. */
-    for (int i = 0; i < side.count; i++) {
-        sums->of_gpu[side.gpus[i] - span.first_gpu] += side.shares[i];
-        sums->of_node[node_of(cluster, side.gpus[i]) - span.first_node] += side.shares[i];
-        sums->total += side.shares[i];
+    for (int i = 0; i < ports.count; i++) {
+        int node = node_of(cluster, ports.gpus[i]) - span.first_node;
+        side->of_gpu[ports.gpus[i] - span.first_gpu] += ports.shares[i];
+        side->of_node[node] += ports.shares[i];
+        side->total += ports.shares[i];
+        if (ports.nics) continue;
+        side->nics_of_node[node] += nics_per_gpu(cluster);
+        side->owned[ports.gpus[i] - span.first_gpu] = true;
+    }
+    side->by_gpu = !ports.nics;
+    for (int i = 0; ports.nics && i < ports.nic_count; i++) {
+        int nic = ports.nics[i] - span.first_node * cluster->nics_per_node;
+        if (nic < 0 || nic >= span_nics(cluster, span)) continue; /* on a node without GPUs */
+        side->owned[nic] = true;
+        side->nics_of_node[nic / cluster->nics_per_node]++;
     }
 }
 
-/* Shares of all bytes through one GPU's ports in one direction, the other side's sums given. */
-struct load {
-    double nic, nvlink;
-};
+/* What each GPU, and all GPUs beside a NIC, send to or receive from other nodes. */
+static void sum_outside(const struct cluster *cluster, struct span span, struct ports ports,
+                        struct side *side, const struct side *other) {
+    for (int i = 0; i < ports.count; i++) {
+        int gpu = ports.gpus[i] - span.first_gpu, node = gpu / cluster->gpus_per_node;
+        double bytes = ports.shares[i] * (other->total - other->of_node[node]);
+        side->outside[gpu] += bytes;
+        side->outside_of_node[node] += bytes;
+        side->outside_of_nic[cluster_nic_beside(cluster, gpu)] += bytes;
+    }
+}
 
-static struct load load_of(const struct cluster *cluster, struct span span, int gpu, double share,
-                           const struct side_sums *others) {
-    double on_node = others->of_node[node_of(cluster, gpu) - span.first_node];
-    double self = others->of_gpu[gpu - span.first_gpu];
-    return (struct load){.nic = share * (others->total - on_node), .nvlink = share * (on_node - self)};
+/* Share of all bytes through the busiest NIC. */
+static double busiest_nic(struct span span, const struct side *side) {
+    double most = 0;
+    for (int node = 0; node < span.nodes; node++) {
+        if (side->outside_of_node[node] == 0) continue;
+        assert(side->nics_of_node[node] > 0);
+        most = larger(most, side->outside_of_node[node] / side->nics_of_node[node]);
+    }
+    return most;
+}
+
+/* What a GPU passes on to others' NICs, or gets from them (leaves), and what it takes over for others at the
+   NIC beside it (relays). */
+struct hop {
+    double leaves, relays;
+};
+static struct hop hop_of(const struct cluster *cluster, const struct side *side, int gpu) {
+    int node = gpu / cluster->gpus_per_node, nic = cluster_nic_beside(cluster, gpu);
+    double own = side->outside[gpu], beside = side->outside_of_nic[nic];
+    double beside_gpus = (double)cluster->gpus_per_node / cluster->nics_per_node;
+    if (side->outside_of_node[node] == 0) return (struct hop){0};
+    double share = side->outside_of_node[node] / side->nics_of_node[node];
+    if (side->by_gpu) {
+        double room = share * nics_per_gpu(cluster);
+        return side->owned[gpu] ? (struct hop){larger(0, own - room), larger(0, room - own)}
+                                : (struct hop){0};
+    }
+    if (!side->owned[nic]) return (struct hop){own, 0};
+    if (beside > share) return (struct hop){own - own * share / beside, 0};
+    return (struct hop){0, (share - beside) / beside_gpus};
 }
 
 struct traffic cluster_exchange(const struct cluster *cluster, struct ports from, struct ports to,
                                 double bytes) {
     struct span span = span_of(cluster, from.gpus, from.count, to.gpus, to.count);
     double stack[STACK_SUMS];
-    double *sums = sums_new(stack, 2 * span.gpus + 3 * span.nodes);
-    struct side_sums senders = {0, sums, sums + 2 * span.gpus};
-    struct side_sums receivers = {0, sums + span.gpus, senders.of_node + span.nodes};
-    double *hops = receivers.of_node + span.nodes; /* of each node */
-    double hop = cluster->spine.rail_only ? 1 - 1.0 / cluster->nics_per_node : 0;
-    sum_side(cluster, span, from, &senders);
-    sum_side(cluster, span, to, &receivers);
+    int room = side_room(cluster, span);
+    double *sums = sums_new(stack, 2 * room);
+    struct side sender = {0}, receiver = {0};
+    side_place(&sender, cluster, span, sums);
+    side_place(&receiver, cluster, span, sums + room);
+    sum_side(cluster, span, from, &sender);
+    sum_side(cluster, span, to, &receiver);
+    sum_outside(cluster, span, from, &sender, &receiver);
+    sum_outside(cluster, span, to, &receiver, &sender);
 
-    double nic = 0, nvlink = 0;
-    for (int i = 0; i < from.count; i++) {
-        struct load load = load_of(cluster, span, from.gpus[i], from.shares[i], &receivers);
-        nic = larger(nic, load.nic);
-        nvlink = larger(nvlink, load.nvlink + hop * load.nic);
-        hops[node_of(cluster, from.gpus[i]) - span.first_node] += hop * load.nic;
+    /* On rails alone what leaves for another rail hops to the GPU on it, and its node's GPUs share that. */
+    double rail = cluster->spine.rail_only ? 1 - 1.0 / cluster->nics_per_node : 0, nvlink = 0;
+    for (int gpu = 0; gpu < span.gpus; gpu++) {
+        int node = gpu / cluster->gpus_per_node;
+        struct hop out = hop_of(cluster, &sender, gpu), in = hop_of(cluster, &receiver, gpu);
+        double sent = sender.of_gpu[gpu] * (receiver.of_node[node] - receiver.of_gpu[gpu]);
+        double received = receiver.of_gpu[gpu] * (sender.of_node[node] - sender.of_gpu[gpu]);
+        nvlink = larger(nvlink, sent + out.leaves + in.relays + rail * sender.outside[gpu]);
+        nvlink = larger(nvlink, received + in.leaves + out.relays +
+                                    rail * sender.outside_of_node[node] / cluster->gpus_per_node);
     }
-    for (int i = 0; i < to.count; i++) {
-        struct load load = load_of(cluster, span, to.gpus[i], to.shares[i], &senders);
-        /* What its node's senders pass on arrives at all GPUs of the node alike. A GPU that receives nothing
-           else need not be looked at: some sender's own port carries at least the mean. */
-        double passing = hops[node_of(cluster, to.gpus[i]) - span.first_node] / cluster->gpus_per_node;
-        nic = larger(nic, load.nic);
-        nvlink = larger(nvlink, load.nvlink + passing);
-    }
+    double nic = larger(busiest_nic(span, &sender), busiest_nic(span, &receiver));
     sums_free(sums, stack);
     return traffic_of(cluster, bytes * nic, bytes * nvlink);
 }
@@ -174,7 +243,8 @@ struct traffic cluster_pairwise(const struct cluster *cluster, const int *from, 
             continue;
         }
         int leaves = sender;
-        if (cluster->spine.rail_only && rail_of(cluster, from[i]) != rail_of(cluster, to[i])) {
+        if (cluster->spine.rail_only && cluster_nic_beside(cluster, sender) % cluster->nics_per_node !=
+                                            cluster_nic_beside(cluster, receiver) % cluster->nics_per_node) {
             leaves = sender - sender % cluster->gpus_per_node + receiver % cluster->gpus_per_node;
             nvlink_out[sender]++;
             nvlink_in[leaves]++;
@@ -188,7 +258,7 @@ struct traffic cluster_pairwise(const struct cluster *cluster, const int *from, 
         nvlink = larger(nvlink, larger(nvlink_out[i], nvlink_in[i]));
     }
     sums_free(sums, stack);
-    return traffic_of(cluster, bytes_each * nic, bytes_each * nvlink);
+    return traffic_of(cluster, bytes_each * nic / nics_per_gpu(cluster), bytes_each * nvlink);
 }
 
 /* ---- reduction --------------------------------------------------------------------------------------- */
@@ -212,7 +282,8 @@ double cluster_reduce_seconds(const struct cluster *cluster, const int *gpus, in
        chunk after chunk, so the slower one decides, and their first chunk takes a latency at every step of
        both rings. The node with the fewest GPUs has the fewest NICs in the ring. A ring stays on its rail. */
     double inside = (most - 1) / most * bytes / cluster->rates[RATE_NVLINK_REDUCE];
-    double between = (nodes - 1) / nodes * bytes / fewest / nic_capacity(cluster, RATE_NIC_REDUCE);
+    double nics = fewest * nics_per_gpu(cluster);
+    double between = (nodes - 1) / nodes * bytes / nics / nic_capacity(cluster, RATE_NIC_REDUCE);
     double latency = (most - 1) * cluster->nvlink.latency_s + (nodes - 1) * cluster->nic.latency_s;
     return latency + larger(inside, between);
 }

@@ -5,10 +5,11 @@ DisagMoE (arXiv 2605.11005): attention and experts on separate GPUs, tokens one 
 layer) ◄──────────────────────────── backward, in reverse ─────────────────────────────
 
 Placement: group g of p holds layers g, g + p, g + 2p, …: attention (replicated) on its M A-GPUs, everything
-feed-forward (experts ÷ N, the feed-forward norm, shared experts or a dense FFN replicated) on its N F-GPUs.
-The embedding sits with A0; the output head with the F-group of the last layer, to which that layer's combine
-goes. Combine goes straight to the next A-group: no point-to-point hop of its own. The residual stream rides
-along (core/plan/block.c says how).
+feed-forward (experts ÷ N, the feed-forward norm, shared experts or a dense FFN replicated) on its N F-GPUs
+(placement.h says where they stand). The embedding sits with A0; the output head with the F-group of the last
+layer, to which that layer's combine goes, or, with "all-ffn", replicated on all F-groups, each of which takes
+an equal part of the tokens. Combine goes straight to the next A-group: no point-to-point hop of its own. The
+residual stream rides along (core/plan/block.c says how).
 
 AF-Pipe: every worker has one compute lane; transfers hold a send and a receive lane and are stages of their
 own. Which ready operation goes first is the policy below; the list-scheduler turns it into an order.
@@ -22,124 +23,153 @@ operation's place is how far round its micro-batch's trip it is: forward layer l
 */
 #include "disagmoe/disagmoe.h"
 
+#include "disagmoe/ring.h"
+
+#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-struct ring {
-    const struct plan *plan;
-    int p, m, n, layers;    /* groups, A-GPUs and F-GPUs of a group */
-    int **a_gpus, **f_gpus; /* of each group in the modelled replica */
-    int **a_all, **f_all;   /* of each group in all replicas: what shares replicated parameters */
-    int **f_same;           /* GPUs with the same experts as the group's first F-GPU, one a replica */
-    int *tied;              /* GPUs with a tied embedding: of A0 and of the head's F-group, in all replicas */
-    struct layer_cost *cost;
-    struct layer_memory *memory;
-    double embed[2], head[2];
-    struct arena *arena;
-};
-
 /* ---- placement --------------------------------------------------------------------------------------- */
 
-static int replica_gpus(const struct parallel *parallel) {
-    return parallel->groups * (parallel->attn_gpus + parallel->ffn_gpus);
+static const struct side *side_of(const struct ring *ring, int replica, int g, bool ffn) {
+    int block = replica * ring->p + g;
+    return ffn ? &ring->placement.ffn[block] : &ring->placement.attention[block];
 }
 
-/* First GPU of the F side when a node holds one component: the node behind the last A-GPU's. */
-static int first_ffn_gpu(const struct plan *plan, int replicas) {
-    int node = plan->point->cluster->gpus_per_node,
-        a = replicas * plan->parallel.groups * plan->parallel.attn_gpus;
-    return (a + node - 1) / node * node;
+static struct sides sides_of(const struct ring *ring, int replica, int g) {
+    return (struct sides){*side_of(ring, replica, g, false), *side_of(ring, replica, g, true),
+                          *side_of(ring, replica, (g + 1) % ring->p, false)};
 }
 
-/* GPU number i of one side of group g of replica r. */
-static int gpu_of(const struct ring *ring, int r, int g, bool ffn, int i) {
-    const struct plan *plan = ring->plan;
-    int m = ring->m, n = ring->n, block = r * ring->p + g;
-    if (plan->placement == PLACEMENT_SPLIT)
-        return ffn ? first_ffn_gpu(plan, plan->replicas) + block * n + i : block * m + i;
-    /* Each run of M + N GPUs holds both components evenly mixed: A-GPU i stands where the i-th of M equal
-     * parts ends. */
-    int place = ffn ? 0 : (int)(((int64_t)(i + 1) * (m + n) + m - 1) / m) - 1;
-    if (ffn)
-        for (int seen = -1; seen < i; place++)
-            if ((int64_t)(place + 1) * m / (m + n) == (int64_t)place * m / (m + n) && ++seen == i) break;
-    return block * (m + n) + place;
+/* A side's GPUs in all replicas. */
+static int *all_gpus(const struct ring *ring, int g, bool ffn) {
+    int replicas = ring->plan->replicas, count = ffn ? ring->n : ring->m;
+    int *all = arena_alloc(ring->arena, (size_t)(replicas * count) * sizeof(int));
+    for (int r = 0; r < replicas; r++)
+        memcpy(all + r * count, side_of(ring, r, g, ffn)->gpus, (size_t)count * sizeof(int));
+    return all;
 }
 
-/* GPUs of every group; the modelled replica is the one with the slowest GPU. */
-static void place_side(struct ring *ring, bool ffn, int **here, int **all) {
-    int replicas = ring->plan->replicas, count = ffn ? ring->n : ring->m, modelled = 0;
-    const struct cluster *cluster = ring->plan->point->cluster;
+/* How long a replica takes for one layer of each group, more or less: replicas that stand differently on the
+   nodes, or have slow GPUs, differ. */
+static double slowness(const struct ring *ring, int replica) {
+    double seconds = 0;
+    int layer = ring->layers - 1;
+    struct recompute none = {0};
     for (int g = 0; g < ring->p; g++) {
-        all[g] = arena_alloc(ring->arena, (size_t)(replicas * count) * sizeof(int));
-        for (int r = 0; r < replicas; r++)
-            for (int i = 0; i < count; i++) all[g][r * count + i] = gpu_of(ring, r, g, ffn, i);
-        for (int r = 0; r < replicas; r++)
-            if (cluster_slowest(cluster, all[g] + r * count, count) <
-                cluster_slowest(cluster, all[g] + modelled * count, count))
-                modelled = r;
+        struct layer_cost cost = plan_layer_cost(ring->plan, layer, none, sides_of(ring, replica, g));
+        seconds += cost.attention[PASS_FORWARD] + cost.ffn[PASS_FORWARD] + cost.dispatch.seconds +
+                   cost.combine.seconds;
     }
-    for (int g = 0; g < ring->p; g++) here[g] = all[g] + modelled * count;
+    return seconds;
+}
+
+/* Blocks that stand alike on nodes without slow GPUs are all equal. */
+static bool replicas_are_alike(const struct ring *ring) {
+    const struct cluster *cluster = ring->plan->point->cluster;
+    int a = ring->m, f = ring->n, node = cluster->gpus_per_node, blocks = ring->placement.blocks;
+    bool whole = ring->plan->placement == PLACEMENT_MIXED
+                     ? (a + f) % node == 0 || node % (a + f) == 0
+                     : (a % node == 0 || node % a == 0) && (f % node == 0 || node % f == 0);
+    return ring->plan->replicas == 1 ||
+           (cluster->slow_count == 0 && whole && blocks * (a + f) == cluster_gpus(cluster));
+}
+
+/* The step ends with a reduction over all replicas, so the slowest is modelled. */
+static void choose_replica(struct ring *ring) {
+    double slowest = -1;
+    for (int r = 0; r < ring->plan->replicas && !replicas_are_alike(ring); r++) {
+        double seconds = slowness(ring, r);
+        if (seconds <= slowest) continue;
+        slowest = seconds;
+        ring->modelled = r;
+    }
+}
+
+static void place_head(struct ring *ring) {
+    bool all = ring->plan->point->head == HEAD_ALL_FFN;
+    int replicas = ring->plan->replicas, per_group = replicas * ring->n, a = replicas * ring->m;
+    ring->head_count = all ? ring->p : 1;
+    ring->heads = arena_alloc(ring->arena, (size_t)ring->head_count * sizeof(int));
+    int f = ring->head_count * per_group;
+    ring->tied = arena_alloc(ring->arena, (size_t)(a + f) * sizeof(int));
+    ring->head_gpus = ring->tied + a;
+    memcpy(ring->tied, ring->a_all[0], (size_t)a * sizeof(int));
+    for (int i = 0; i < ring->head_count; i++) {
+        ring->heads[i] = all ? i : (ring->layers - 1) % ring->p;
+        memcpy(ring->head_gpus + i * per_group, ring->f_all[ring->heads[i]], (size_t)per_group * sizeof(int));
+    }
 }
 
 static void place_ring(struct ring *ring) {
     size_t p = (size_t)ring->p;
-    ring->a_gpus = arena_alloc(ring->arena, p * sizeof(int *));
-    ring->f_gpus = arena_alloc(ring->arena, p * sizeof(int *));
+    bool placed = placement_make(ring->plan, ring->arena, &ring->placement, NULL);
+    assert(placed); /* size and settle have seen to it */
+    (void)placed;
     ring->a_all = arena_alloc(ring->arena, p * sizeof(int *));
     ring->f_all = arena_alloc(ring->arena, p * sizeof(int *));
     ring->f_same = arena_alloc(ring->arena, p * sizeof(int *));
-    place_side(ring, false, ring->a_gpus, ring->a_all);
-    place_side(ring, true, ring->f_gpus, ring->f_all);
-    int a = ring->plan->replicas * ring->m, f = ring->plan->replicas * ring->n;
-    ring->tied = arena_alloc(ring->arena, (size_t)(a + f) * sizeof(int));
-    memcpy(ring->tied, ring->a_all[0], (size_t)a * sizeof(int));
-    memcpy(ring->tied + a, ring->f_all[(ring->layers - 1) % ring->p], (size_t)f * sizeof(int));
     for (int g = 0; g < ring->p; g++) {
+        ring->a_all[g] = all_gpus(ring, g, false);
+        ring->f_all[g] = all_gpus(ring, g, true);
         ring->f_same[g] = arena_alloc(ring->arena, (size_t)ring->plan->replicas * sizeof(int));
         for (int r = 0; r < ring->plan->replicas; r++) ring->f_same[g][r] = ring->f_all[g][r * ring->n];
     }
+    choose_replica(ring);
+    place_head(ring);
 }
 
-static bool same_kind(const struct model *model, int a, int b) {
+/* ---- costs ------------------------------------------------------------------------------------------- */
+
+struct recompute ring_recompute(const struct ring *ring, int layer) {
+    return plan_recompute(ring->plan, layer / ring->p);
+}
+
+static bool same_cost(const struct ring *ring, int a, int b) {
+    const struct model *model = ring->plan->point->model;
+    struct recompute x = ring_recompute(ring, a), y = ring_recompute(ring, b);
     return model_layer_is_moe(model, a) == model_layer_is_moe(model, b) &&
-           model_layer_window(model, a) == model_layer_window(model, b);
+           model_layer_window(model, a) == model_layer_window(model, b) && x.attention == y.attention &&
+           x.ffn == y.ffn;
 }
 
-static void price(struct ring *ring) {
-    const struct plan *plan = ring->plan;
-    const struct point *point = plan->point;
-    double tokens = (double)point->micro_batch_size * point->seq_len;
-    int last = (ring->layers - 1) % ring->p;
+static void price_layers(struct ring *ring) {
     for (int l = 0; l < ring->layers; l++) {
-        int g = l % ring->p, next = (l + 1) % ring->p, like = l - ring->p;
-        bool ends = l == ring->layers - 1;
-        while (like >= 0 && !same_kind(point->model, l, like)) like -= ring->p;
-        if (like >= 0 && !ends) { /* a layer of the same kind on the same groups costs the same */
+        int like = l - ring->p;
+        while (like >= 0 && !same_cost(ring, l, like)) like -= ring->p;
+        if (like >= 0) {
             ring->cost[l] = ring->cost[like];
             ring->memory[l] = ring->memory[like];
             continue;
         }
-        struct sides sides = {ring->a_gpus[g],    ring->m, ring->f_gpus[g], ring->n,
-                              ring->a_gpus[next], ring->m};
-        if (ends) {
-            sides.next_gpus = ring->f_gpus[g];
-            sides.next_count = ring->n;
-        }
-        ring->cost[l] = plan_layer_cost(plan, l, sides);
-        ring->memory[l] = plan_layer_memory(plan, l, sides);
-    }
-    for (int pass = 0; pass < 2; pass++) {
-        enum pass which = pass ? PASS_BACKWARD : PASS_FORWARD;
-        ring->embed[pass] =
-            plan_embed_cost(plan, which, tokens, cluster_slowest(point->cluster, ring->a_gpus[0], ring->m));
-        ring->head[pass] = plan_head_cost(plan, which, tokens * ring->m / ring->n,
-                                          cluster_slowest(point->cluster, ring->f_gpus[last], ring->n));
+        struct sides sides = sides_of(ring, ring->modelled, l % ring->p);
+        ring->cost[l] = plan_layer_cost(ring->plan, l, ring_recompute(ring, l), sides);
+        ring->memory[l] = plan_layer_memory(ring->plan, l, ring_recompute(ring, l), sides);
     }
 }
 
-static struct ring *ring_new(const struct plan *plan) {
+/* Under a table of costs a part of the head's tokens costs its share. */
+static void price_ends(struct ring *ring) {
+    const struct plan *plan = ring->plan;
+    const struct cluster *cluster = plan->point->cluster;
+    int last = ring->layers - 1, parts = ring->head_count;
+    struct sides sides = sides_of(ring, ring->modelled, last % ring->p);
+    double tokens = plan_tokens(plan), slowest = 1, shares = plan->point->table ? parts : 1;
+    for (int i = 0; i < parts; i++) {
+        sides.next = *side_of(ring, ring->modelled, ring->heads[i], true);
+        ring->last_combine[i] = plan_combine_cost(plan, last, sides, parts);
+        slowest = fmin(slowest, cluster_slowest(cluster, sides.next.gpus, ring->n));
+    }
+    double a_slowest = cluster_slowest(cluster, side_of(ring, ring->modelled, 0, false)->gpus, ring->m);
+    for (int backward = 0; backward < 2; backward++) {
+        ring->embed[backward] = plan_embed_cost(plan, backward, tokens, a_slowest);
+        ring->head[backward] =
+            plan_head_cost(plan, backward, tokens * ring->m / ring->n / parts, slowest) / shares;
+    }
+}
+
+struct ring *ring_new(const struct plan *plan) {
     struct arena *arena = arena_new();
     struct ring *ring = arena_alloc(arena, sizeof *ring);
     *ring = (struct ring){.plan = plan,
@@ -148,17 +178,31 @@ static struct ring *ring_new(const struct plan *plan) {
                           .n = plan->parallel.ffn_gpus,
                           .layers = plan->point->model->layers,
                           .arena = arena};
+    place_ring(ring);
     ring->cost = arena_alloc(arena, (size_t)ring->layers * sizeof *ring->cost);
     ring->memory = arena_alloc(arena, (size_t)ring->layers * sizeof *ring->memory);
-    place_ring(ring);
-    price(ring);
+    ring->last_combine = arena_alloc(arena, (size_t)ring->head_count * sizeof *ring->last_combine);
+    price_layers(ring);
+    price_ends(ring);
     return ring;
+}
+
+void ring_free(struct ring *ring) {
+    arena_free(ring->arena);
+}
+
+/* ---- who holds what ---------------------------------------------------------------------------------- */
+
+static bool has_head(const struct ring *ring, int g) {
+    for (int i = 0; i < ring->head_count; i++)
+        if (ring->heads[i] == g) return true;
+    return false;
 }
 
 /* An embedding that the output head uses as well is one parameter with holders on both sides. */
 static struct shard tied_shard(const struct ring *ring) {
     return (struct shard){model_embedding_parameters(ring->plan->point->model), ring->tied,
-                          ring->plan->replicas * (ring->m + ring->n)};
+                          ring->plan->replicas * (ring->m + ring->head_count * ring->n)};
 }
 
 /* What a GPU of each side of group g holds. The feed-forward norm is on both: the router's side and the
@@ -174,34 +218,36 @@ static int attention_shards(const struct ring *ring, int g, struct shard shards[
     return 2;
 }
 
-static int ffn_shards(const struct ring *ring, int g, struct shard shards[3]) {
+static int ffn_shards(const struct ring *ring, int g, struct shard shards[4]) {
     const struct model *model = ring->plan->point->model;
     double shared = 0, experts = 0, here = ceil((double)model->moe.experts / ring->n);
-    bool head = g == (ring->layers - 1) % ring->p;
-    if (head) shared += model_head_parameters(model);
+    int replicas = ring->plan->replicas;
     for (int l = g; l < ring->layers; l += ring->p) {
         shared += model_shared_parameters(model, l) + model->hidden;
         if (model_layer_is_moe(model, l)) experts += here * model_expert_parameters(model);
     }
-    shards[0] = (struct shard){shared, ring->f_all[g], ring->plan->replicas * ring->n};
-    shards[1] = (struct shard){experts, ring->f_same[g], ring->plan->replicas};
-    if (!head || !model->tie_embeddings) return 2;
-    shards[2] = tied_shard(ring);
-    return 3;
+    shards[0] = (struct shard){shared, ring->f_all[g], replicas * ring->n};
+    shards[1] = (struct shard){experts, ring->f_same[g], replicas};
+    if (!has_head(ring, g)) return 2;
+    shards[2] =
+        (struct shard){model_head_parameters(model), ring->head_gpus, replicas * ring->head_count * ring->n};
+    if (!model->tie_embeddings) return 3;
+    shards[3] = tied_shard(ring);
+    return 4;
 }
 
-static struct need attention_need(const struct ring *ring, int g) {
+struct need ring_attention_need(const struct ring *ring, int g) {
     struct shard shards[2];
     int count = attention_shards(ring, g, shards);
-    return (struct need){plan_static_bytes(ring->plan, shards, count),
-                         plan_step_end(ring->plan, shards, count)};
+    return (struct need){.static_bytes = plan_static_bytes(ring->plan, shards, count),
+                         .end = plan_step_end(ring->plan, shards, count)};
 }
 
-static struct need ffn_need(const struct ring *ring, int g) {
-    struct shard shards[3];
+struct need ring_ffn_need(const struct ring *ring, int g) {
+    struct shard shards[4];
     int count = ffn_shards(ring, g, shards);
-    return (struct need){plan_static_bytes(ring->plan, shards, count),
-                         plan_step_end(ring->plan, shards, count)};
+    return (struct need){.static_bytes = plan_static_bytes(ring->plan, shards, count),
+                         .end = plan_step_end(ring->plan, shards, count)};
 }
 
 /* ---- the schedule ------------------------------------------------------------------------------------ */
@@ -220,31 +266,58 @@ static void set_urgency(struct schedule *schedule, int first, int last, int64_t 
     for (int op = first; op < last; op++) schedule->ops[op].priority = urgency;
 }
 
+/* The last layer's output goes to the head's groups: each has forward and backward on its part of the tokens.
+   Fills the operations that put the gradient there. */
+static void add_heads(struct schedule *schedule, const struct ring *ring, int m, int arrived,
+                      int *gradients) {
+    int last = ring->layers - 1, count = ring->head_count;
+    double hidden = ring->memory[0].layer_input * ring->m / ring->n / count;
+    for (int i = 0; i < count; i++) {
+        int backward =
+            plan_add_head(schedule, ring->p + ring->heads[i], m, i, count, arrived + i, ring->head, hidden);
+        set_urgency(schedule, backward - 1, backward, urgency(ring, m, false, last));
+        set_urgency(schedule, backward, backward + 1, urgency(ring, m, true, last));
+        gradients[i] = backward;
+    }
+}
+
+/* The groups that take each layer's output. */
+struct ways {
+    int *next;  /* (p) the A-group behind each group */
+    int *heads; /* (head_count) schedule groups */
+    int *gradients;
+};
+
+static struct block block_of(const struct ring *ring, const struct ways *ways, int l, int m) {
+    bool ends = l == ring->layers - 1;
+    int g = l % ring->p;
+    return (struct block){
+        .plan = ring->plan,
+        .recompute = ring_recompute(ring, l),
+        .cost = &ring->cost[l],
+        .combine = ends ? ring->last_combine : &ring->cost[l].combine,
+        .memory = &ring->memory[l],
+        .place = {g, ring->p + g, ends ? ways->heads : &ways->next[g], ends ? ring->head_count : 1},
+        .layer = l,
+        .micro_batch = m};
+}
+
 /* A micro-batch's last operation on each group: the backward pass of the group's first layer. last[g] is of
    A-group g, last[p + g] of F-group g. */
-static void add_micro_batch(struct schedule *schedule, const struct ring *ring, int m, int behind,
-                            struct block *blocks, int *last) {
-    int p = ring->p, last_ffn = p + (ring->layers - 1) % p;
+static void add_micro_batch(struct schedule *schedule, const struct ring *ring, const struct ways *ways,
+                            int m, int behind, struct block *blocks, int *last) {
+    int p = ring->p;
     int at = schedule_compute(schedule, KIND_EMBED, PASS_FORWARD, -1, m, 0, ring->embed[0]);
     schedule_after(schedule, behind);
     schedule_priority(schedule, urgency(ring, m, false, 0));
     for (int l = 0; l < ring->layers; l++) {
-        int g = l % p, next = l == ring->layers - 1 ? last_ffn : (l + 1) % p;
-        blocks[l] = (struct block){.plan = ring->plan,
-                                   .cost = &ring->cost[l],
-                                   .memory = &ring->memory[l],
-                                   .place = {g, p + g, next},
-                                   .layer = l,
-                                   .micro_batch = m};
+        blocks[l] = block_of(ring, ways, l, m);
         at = block_forward(schedule, &blocks[l], at);
         set_urgency(schedule, blocks[l].forward_first, blocks[l].forward_last, urgency(ring, m, false, l));
     }
-    double hidden = ring->memory[0].layer_input * ring->m / ring->n;
-    at = plan_add_head(schedule, last_ffn, m, at, ring->head, hidden);
-    set_urgency(schedule, at - 1, at, urgency(ring, m, false, ring->layers - 1));
-    set_urgency(schedule, at, at + 1, urgency(ring, m, true, ring->layers - 1));
+    add_heads(schedule, ring, m, at, ways->gradients);
     for (int l = ring->layers - 1; l >= 0; l--) {
-        at = block_backward(schedule, &blocks[l], at);
+        at = block_backward(schedule, &blocks[l], l == ring->layers - 1 ? ways->gradients : &at);
         set_urgency(schedule, blocks[l].backward_first, blocks[l].backward_last, urgency(ring, m, true, l));
         last[l % p] = at; /* a later layer's is overwritten by an earlier one's */
         last[p + l % p] = blocks[l].ffn_backward;
@@ -262,17 +335,22 @@ static void end_step(struct schedule *schedule, int group, int groups, struct st
     free(after);
 }
 
-static struct schedule *build(const struct plan *plan) {
+struct schedule *ring_schedule(const struct plan *plan) {
     struct ring *ring = ring_new(plan);
     int p = ring->p, groups = 2 * p, in_flight = plan->order.wave * plan->order.waves_in_flight;
     struct schedule *schedule = schedule_new(groups, ring->layers, plan->micro_batches);
     struct block *blocks = must_alloc((size_t)ring->layers * sizeof *blocks);
     int *last = must_alloc((size_t)plan->micro_batches * (size_t)groups * sizeof *last);
+    struct ways ways = {arena_alloc(ring->arena, (size_t)p * sizeof(int)),
+                        arena_alloc(ring->arena, (size_t)ring->head_count * sizeof(int)),
+                        arena_alloc(ring->arena, (size_t)ring->head_count * sizeof(int))};
+    for (int g = 0; g < p; g++) ways.next[g] = (g + 1) % p;
+    for (int i = 0; i < ring->head_count; i++) ways.heads[i] = p + ring->heads[i];
     for (int m = 0; m < plan->micro_batches; m++)
-        add_micro_batch(schedule, ring, m, m >= in_flight ? last[(m - in_flight) * groups] : -1, blocks,
-                        last + m * groups);
+        add_micro_batch(schedule, ring, &ways, m, m >= in_flight ? last[(m - in_flight) * groups] : -1,
+                        blocks, last + m * groups);
     for (int g = 0; g < p; g++) {
-        struct need a = attention_need(ring, g), f = ffn_need(ring, g);
+        struct need a = ring_attention_need(ring, g), f = ring_ffn_need(ring, g);
         schedule_group(schedule, g, ring->m, a.static_bytes, "A%d", g);
         schedule_group(schedule, p + g, ring->n, f.static_bytes, "F%d", g);
         end_step(schedule, g, groups, a.end, last);
@@ -280,146 +358,6 @@ static struct schedule *build(const struct plan *plan) {
     }
     free(blocks);
     free(last);
-    arena_free(ring->arena);
+    ring_free(ring);
     return schedule;
 }
-
-/* ---- planning ---------------------------------------------------------------------------------------- */
-
-static bool size(struct plan *plan, struct errors *errors) {
-    const struct point *point = plan->point;
-    const struct parallel *parallel = &plan->parallel;
-    int before = errors->count, gpus = cluster_gpus(point->cluster);
-    if (parallel->groups > point->model->layers)
-        errors_add(errors, NULL, "parallel.groups", "found %d; at most the model's %d layers are allowed",
-                   parallel->groups, point->model->layers);
-    if (parallel->ffn_gpus > point->model->moe.experts)
-        errors_add(errors, NULL, "parallel.ffn_gpus", "found %d; at most the model's %d experts are allowed",
-                   parallel->ffn_gpus, point->model->moe.experts);
-    if ((int64_t)parallel->groups * ((int64_t)parallel->attn_gpus + parallel->ffn_gpus) > gpus) {
-        errors_add(errors, NULL, "parallel",
-                   "found %d groups of %d + %d GPUs; at most the cluster's %d GPUs are allowed",
-                   parallel->groups, parallel->attn_gpus, parallel->ffn_gpus, gpus);
-        return false;
-    }
-    plan_size(plan, replica_gpus(parallel), parallel->attn_gpus);
-    while (plan->placement == PLACEMENT_SPLIT &&
-           first_ffn_gpu(plan, plan->replicas) + plan->replicas * parallel->groups * parallel->ffn_gpus >
-               gpus) {
-        if (plan->replicas == 1) {
-            errors_add(errors, NULL, "placement",
-                       "found split-nodes; %d A-GPUs and %d F-GPUs on nodes of their own do not fit the "
-                       "cluster's %d nodes",
-                       parallel->groups * parallel->attn_gpus, parallel->groups * parallel->ffn_gpus,
-                       point->cluster->nodes);
-            break;
-        }
-        plan_resize(plan, plan->replicas - 1, replica_gpus(parallel), parallel->attn_gpus);
-    }
-    return errors->count == before;
-}
-
-/* Exhaustive over the splits A:F of rings that use the whole cluster: p groups, r replicas, every M. */
-static int layouts(const struct point *point, struct parallel *found, int capacity) {
-    int count = 0, gpus = cluster_gpus(point->cluster);
-    const struct parallel *given = &point->parallel;
-    for (int p = given->groups ? given->groups : 1; p <= gpus / 2 && p <= point->model->layers; p *= 2) {
-        for (int total = gpus / p; total >= 2; total /= 2)
-            for (int m = 1; m < total; m++) {
-                struct parallel one = {.groups = p, .attn_gpus = m, .ffn_gpus = total - m};
-                if (given->attn_gpus && given->ffn_gpus) {
-                    if (m > 1 || total != gpus / p) continue;
-                    one.attn_gpus = given->attn_gpus;
-                    one.ffn_gpus = given->ffn_gpus;
-                }
-                if (given->attn_gpus && one.attn_gpus != given->attn_gpus) continue;
-                if (given->ffn_gpus && one.ffn_gpus != given->ffn_gpus) continue;
-                if (one.ffn_gpus > point->model->moe.experts) continue;
-                if (count < capacity) found[count] = one;
-                count++;
-            }
-        if (given->groups) break;
-    }
-    return count;
-}
-
-/* Busy seconds a micro-batch of each lane of a group pair. */
-struct load {
-    double a, f, a_send, a_recv, f_send, f_recv;
-};
-
-static struct bound bound(const struct plan *plan) {
-    struct ring *ring = ring_new(plan);
-    struct bound bound = {0};
-    double before = 0; /* the way to group g and, at the end, back from it */
-    bool again = plan->memory.recompute == RECOMPUTE_FULL || plan->memory.expert_input == INPUT_RESEND;
-    for (int g = 0; g < ring->p; g++) {
-        struct load load = {0};
-        double a_bytes = attention_need(ring, g).static_bytes, f_bytes = ffn_need(ring, g).static_bytes;
-        double way = 0;
-        for (int l = g; l < ring->layers; l += ring->p) {
-            const struct layer_cost *cost = &ring->cost[l];
-            const struct layer_memory *memory = &ring->memory[l];
-            double a = 0, f = 0, d = cost->dispatch, c = cost->combine;
-            for (int pass = 0; pass < PASS_COUNT; pass++) {
-                a += cost->attention[pass];
-                f += cost->ffn[pass];
-            }
-            load.a += a;
-            load.f += f;
-            load.a_send += again ? 2 * d : d;
-            load.f_recv += (again ? 2 * d : d) + c;
-            load.a_recv += d;
-            load.f_send += c + d;
-            if (l == g)
-                way = cost->attention[PASS_FORWARD] + cost->ffn[PASS_FORWARD] +
-                      cost->attention[PASS_BACKWARD] + cost->attention[PASS_WEIGHT] +
-                      cost->ffn[PASS_BACKWARD] + cost->ffn[PASS_WEIGHT] + 2 * (c + d);
-            /* The way of the previous group's combine ends and begins at this A-group. */
-            if (l > 0) {
-                load.a_recv += ring->cost[l - 1].combine;
-                load.a_send += ring->cost[l - 1].combine;
-            }
-            if (l == ring->layers - 1) {
-                load.f_send += c; /* the head's gradient leaves from this F-group */
-                load.f += ring->head[0] + ring->head[1];
-            }
-            a_bytes += memory->layer_input + memory->attention;
-            f_bytes += memory->ffn + (again ? 0 : memory->expert_input);
-        }
-        if (g == 0) load.a += ring->embed[0] + ring->embed[1];
-        double busiest =
-            fmax(fmax(fmax(load.a, load.f), fmax(load.a_send, load.a_recv)), fmax(load.f_send, load.f_recv));
-        bound.seconds = fmax(bound.seconds, before + busiest * plan->micro_batches);
-        bound.bytes = fmax(bound.bytes, fmax(a_bytes, f_bytes));
-        before += way;
-    }
-    arena_free(ring->arena);
-    return bound;
-}
-
-static int needs(const struct plan *plan, struct need *needs) {
-    struct ring *ring = ring_new(plan);
-    int p = ring->p;
-    for (int g = 0; g < p; g++) {
-        needs[g] = attention_need(ring, g);
-        needs[p + g] = ffn_need(ring, g);
-    }
-    arena_free(ring->arena);
-    return 2 * p;
-}
-
-const struct system disagmoe = {
-    .name = "disagmoe",
-    .title = "attention and experts on separate GPUs, AF-Pipe round a ring",
-    .paper = "DisagMoE, arXiv 2605.11005",
-    .executors = EXECUTOR_SIMULATOR | EXECUTOR_CPU,
-    .searches_order = true,
-    .uses_placement = true,
-    .zero_max = 1,
-    .layouts = layouts,
-    .size = size,
-    .bound = bound,
-    .needs = needs,
-    .build = build,
-};

@@ -29,12 +29,13 @@ static void place_attention_normed(const struct model *model, int layer, int tok
     if (model_layer_is_moe(model, layer)) kept->ffn_normed = place_floats(at, tokens, model->hidden);
 }
 
-static struct attention_kept place_attention(const struct model *model, int layer, enum recompute recompute,
-                                             int tokens, struct placement *at) {
+static struct attention_kept place_attention(const struct model *model, int layer,
+                                             enum attention_recompute recompute, int tokens,
+                                             struct placement *at) {
     struct attention_kept kept = {0};
     size_t copies = (size_t)tokens * model->moe.top_k;
     bool moe = model_layer_is_moe(model, layer);
-    if (recompute == RECOMPUTE_NONE) place_attention_normed(model, layer, tokens, &kept, at);
+    if (recompute == ATTENTION_NONE) place_attention_normed(model, layer, tokens, &kept, at);
     kept.qkv = place_floats(at, tokens, qkv_width(model));
     kept.qk = model->attention.qk_norm ? place_floats(at, tokens, rotated_width(model)) : kept.qkv;
     kept.attended = place_floats(at, tokens, query_width(model));
@@ -49,14 +50,15 @@ static struct attention_kept place_attention(const struct model *model, int laye
     return kept;
 }
 
-size_t attention_kept_bytes(const struct model *model, int layer, enum recompute recompute, int tokens) {
+size_t attention_kept_bytes(const struct model *model, int layer, enum attention_recompute recompute,
+                            int tokens) {
     struct placement at = {0};
     place_attention(model, layer, recompute, tokens, &at);
     return at.used;
 }
 
-struct attention_kept attention_kept_place(const struct model *model, int layer, enum recompute recompute,
-                                           int tokens, void *memory) {
+struct attention_kept attention_kept_place(const struct model *model, int layer,
+                                           enum attention_recompute recompute, int tokens, void *memory) {
     return place_attention(model, layer, recompute, tokens, &(struct placement){memory, 0});
 }
 
@@ -259,24 +261,24 @@ static void place_expert_acts(const struct model *model, int layer, int routed, 
     if (shared) kept->shared_act = place_floats(at, firsts, shared);
 }
 
-static struct expert_kept place_expert(const struct model *model, int layer, enum recompute recompute,
+static struct expert_kept place_expert(const struct model *model, int layer, enum ffn_recompute recompute,
                                        int routed, int firsts, struct placement *at) {
     struct expert_kept kept = {0};
     int shared = shared_width(model, layer);
     kept.gate_up = place_floats(at, routed, 2 * model->moe.expert_hidden);
     if (shared) kept.shared_gate_up = place_floats(at, firsts, 2 * shared);
-    if (recompute == RECOMPUTE_NONE) place_expert_acts(model, layer, routed, firsts, &kept, at);
+    if (recompute == FFN_NONE) place_expert_acts(model, layer, routed, firsts, &kept, at);
     return kept;
 }
 
-size_t expert_kept_bytes(const struct model *model, int layer, enum recompute recompute, int routed,
+size_t expert_kept_bytes(const struct model *model, int layer, enum ffn_recompute recompute, int routed,
                          int firsts) {
     struct placement at = {0};
     place_expert(model, layer, recompute, routed, firsts, &at);
     return at.used;
 }
 
-struct expert_kept expert_kept_place(const struct model *model, int layer, enum recompute recompute,
+struct expert_kept expert_kept_place(const struct model *model, int layer, enum ffn_recompute recompute,
                                      int routed, int firsts, void *memory) {
     return place_expert(model, layer, recompute, routed, firsts, &(struct placement){memory, 0});
 }
@@ -288,11 +290,11 @@ size_t expert_restored_bytes(const struct model *model, int layer, int routed, i
 }
 
 static struct expert_pending place_expert_pending(const struct model *model, int layer,
-                                                  enum recompute recompute, int routed, int firsts,
+                                                  enum ffn_recompute recompute, int routed, int firsts,
                                                   struct placement *at) {
     struct expert_pending pending = {0};
     int shared = shared_width(model, layer);
-    bool dropped = recompute != RECOMPUTE_NONE;
+    bool dropped = recompute != FFN_NONE;
     pending.d = place_floats(at, routed, model->hidden);
     if (dropped) pending.act = place_floats(at, routed, model->moe.expert_hidden);
     if (shared) pending.shared_d = place_floats(at, firsts, model->hidden);
@@ -300,14 +302,14 @@ static struct expert_pending place_expert_pending(const struct model *model, int
     return pending;
 }
 
-size_t expert_pending_bytes(const struct model *model, int layer, enum recompute recompute, int routed,
+size_t expert_pending_bytes(const struct model *model, int layer, enum ffn_recompute recompute, int routed,
                             int firsts) {
     struct placement at = {0};
     place_expert_pending(model, layer, recompute, routed, firsts, &at);
     return at.used;
 }
 
-struct expert_pending expert_pending_place(const struct model *model, int layer, enum recompute recompute,
+struct expert_pending expert_pending_place(const struct model *model, int layer, enum ffn_recompute recompute,
                                            int routed, int firsts, void *memory) {
     return place_expert_pending(model, layer, recompute, routed, firsts, &(struct placement){memory, 0});
 }

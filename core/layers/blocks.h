@@ -59,10 +59,11 @@ struct attention_pending {
     floatX *dnoise;  /* (T, E) of noisy top-k, else NULL */
 };
 /* Bytes, a multiple of 64, for recompute none or selective. Memory must be 64-byte aligned. */
-size_t attention_kept_bytes(const struct model *model, int layer, enum recompute recompute, int tokens);
+size_t attention_kept_bytes(const struct model *model, int layer, enum attention_recompute recompute,
+                            int tokens);
 size_t attention_pending_bytes(const struct model *model, int layer, int tokens);
-struct attention_kept attention_kept_place(const struct model *model, int layer, enum recompute recompute,
-                                           int tokens, void *memory);
+struct attention_kept attention_kept_place(const struct model *model, int layer,
+                                           enum attention_recompute recompute, int tokens, void *memory);
 struct attention_pending attention_pending_place(const struct model *model, int layer, int tokens,
                                                  void *memory);
 
@@ -114,13 +115,13 @@ struct expert_pending {
 };
 /* As for attention. routed: rows with an expert; firsts: first copies, which count only where the layer has
    shared experts or is dense. */
-size_t expert_kept_bytes(const struct model *model, int layer, enum recompute recompute, int routed,
+size_t expert_kept_bytes(const struct model *model, int layer, enum ffn_recompute recompute, int routed,
                          int firsts);
-size_t expert_pending_bytes(const struct model *model, int layer, enum recompute recompute, int routed,
+size_t expert_pending_bytes(const struct model *model, int layer, enum ffn_recompute recompute, int routed,
                             int firsts);
-struct expert_kept expert_kept_place(const struct model *model, int layer, enum recompute recompute,
+struct expert_kept expert_kept_place(const struct model *model, int layer, enum ffn_recompute recompute,
                                      int routed, int firsts, void *memory);
-struct expert_pending expert_pending_place(const struct model *model, int layer, enum recompute recompute,
+struct expert_pending expert_pending_place(const struct model *model, int layer, enum ffn_recompute recompute,
                                            int routed, int firsts, void *memory);
 
 /* output (rows, H) from input (rows, H), rows of `middle` */
@@ -128,7 +129,7 @@ void expert_block_forward(struct context *context, const struct expert_block *bl
                           const struct expert_part *part, struct expert_kept *kept, floatX *output,
                           const floatX *input);
 /* Puts what selective dropped into memory, of expert_restored_bytes, and fills it. Then pending is one of
-   RECOMPUTE_NONE. */
+   FFN_NONE. */
 size_t expert_restored_bytes(const struct model *model, int layer, int routed, int firsts);
 void expert_block_restore(struct context *context, const struct expert_block *block,
                           const struct expert_part *part, struct expert_kept *kept, void *memory);

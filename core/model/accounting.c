@@ -6,13 +6,14 @@ sequence, H hidden, A = heads · head_dim, K = kv_heads · head_dim, E experts, 
 width of the shared experts or the dense feed-forward, V vocabulary.
 
 Traffic of element-wise kernels counts each tensor a kernel reads or writes once, in BF16 (2 bytes an element)
-unless said (or in the model's dtype, where it is another one); what one matrix product reads and writes is
-part of its achieved rate. Biases and the addition of a gradient to the residual's are fused into the kernel
-beside them. Gradients of norm weights come out of the kernel that makes the input's gradient, so the weight
-pass has matrix products and bias sums alone.
+unless said (or in the model's dtype, where it is another one). A matrix product is counted with its FLOPs and
+with what it reads and writes: it takes the longer of the two. Biases and the addition of a gradient to the
+residual's are fused into the kernel beside them. Gradients of norm weights come out of the kernel that makes
+the input's gradient, so the weight pass has matrix products and bias sums alone.
 */
 #include "model/model.h"
 
+#include <assert.h>
 #include <math.h>
 
 #define INDEX 4.0 /* bytes of an expert's number */
@@ -139,8 +140,43 @@ struct parameter_count model_parameter_count(const struct model *model) {
 /* ---- work: attention --------------------------------------------------------------------------------- */
 
 struct work work_add(struct work a, struct work b) {
-    return (struct work){a.gemm_flops + b.gemm_flops, a.core_flops + b.core_flops,
-                         a.grouped_flops + b.grouped_flops, a.bytes + b.bytes, a.kernels + b.kernels};
+    a.core_flops += b.core_flops;
+    a.bytes += b.bytes;
+    a.kernels += b.kernels;
+    for (int i = 0; i < b.product_count; i++) {
+        assert(a.product_count < MAX_PRODUCTS);
+        a.products[a.product_count++] = b.products[i];
+    }
+    return a;
+}
+
+double work_flops(const struct work *work, enum unit unit) {
+    double flops = 0;
+    for (int i = 0; i < work->product_count; i++)
+        if (work->products[i].unit == (int)unit) flops += work->products[i].flops;
+    return flops;
+}
+
+/* Matrices (out, in), `matrices` of them, times `rows` rows in all, in one of the three passes: all have the
+   same FLOPs and the same three operands, of which the weight pass adds to one. */
+struct shape {
+    enum unit unit;
+    double rows, in, out, matrices;
+};
+
+static void add_product(struct work *work, const struct model *model, enum work_pass pass, struct shape shape,
+                        double gradient_bytes) {
+    double element = model_element_bytes(model);
+    double matrix =
+        shape.matrices * shape.in * shape.out * (pass == WORK_BACKWARD_WEIGHT ? 2 * gradient_bytes : element);
+    assert(work->product_count < MAX_PRODUCTS);
+    work->products[work->product_count++] =
+        (struct matrix_product){(int)shape.unit, 2 * shape.rows * shape.in * shape.out,
+                                matrix + element * shape.rows * (shape.in + shape.out)};
+}
+
+double tokens_here(struct tokens tokens) {
+    return tokens.sequences * tokens.seq_len / tokens.cp;
 }
 
 /* Query-key pairs of one head and sequence: the sum over positions 1 … s of min(position, window). */
@@ -149,16 +185,14 @@ static double attention_pairs(double s, double window) {
     return window * (window + 1) / 2 + (s - window) * window;
 }
 
-/* Scores and weighted values: two products of head_dim multiply-adds a pair and head. */
-static double core_forward_flops(const struct model *model, int layer, double seq_len) {
-    return 4 * query_width(model) * attention_pairs(seq_len, model_layer_window(model, layer));
-}
-
-/* FLOPs a token of the four projections and the router; the same in each pass. */
-static double attention_gemm_flops(const struct model *model, int layer) {
-    double h = model->hidden;
-    return 2 * h * (2 * query_width(model) + 2 * key_width(model)) +
-           2 * h * router_matrices(model, layer) * model->moe.experts;
+/* Scores and weighted values: two products of head_dim multiply-adds a pair and head. Of a run of cp GPUs
+   the last has the two pieces in the middle, and the pairs a position has never decrease and never grow
+   faster, so no other two pieces have more. */
+static double core_forward_flops(const struct model *model, int layer, struct tokens tokens) {
+    double window = model_layer_window(model, layer), piece = tokens.seq_len / (2.0 * tokens.cp);
+    double pairs =
+        attention_pairs(piece * (tokens.cp + 1), window) - attention_pairs(piece * (tokens.cp - 1), window);
+    return tokens.sequences * 4 * query_width(model) * pairs;
 }
 
 static double attention_forward_bytes(const struct model *model, int layer) {
@@ -202,26 +236,40 @@ static double attention_weight_bytes(const struct model *model, int layer) {
     return bytes;
 }
 
-struct work model_attention_work(const struct model *model, int layer, enum work_pass pass, double sequences,
-                                 int seq_len) {
-    double tokens = sequences * seq_len, core = sequences * core_forward_flops(model, layer, seq_len);
+static void add_projections(struct work *work, const struct model *model, enum work_pass pass, double tokens,
+                            double gradient_bytes) {
+    struct shape shape = {UNIT_DENSE, tokens, model->hidden, query_width(model) + 2 * key_width(model), 1};
+    add_product(work, model, pass, shape, gradient_bytes);
+}
+
+struct work model_attention_work(const struct model *model, int layer, enum work_pass pass,
+                                 struct tokens tokens, double gradient_bytes) {
+    double here = tokens_here(tokens), core = core_forward_flops(model, layer, tokens);
     bool moe = model_layer_is_moe(model, layer), norm = model->attention.qk_norm;
-    struct work work = {.gemm_flops = tokens * attention_gemm_flops(model, layer)};
+    struct work work = {0};
+    add_projections(&work, model, pass, here, gradient_bytes);
+    add_product(&work, model, pass, (struct shape){UNIT_DENSE, here, query_width(model), model->hidden, 1},
+                gradient_bytes);
+    if (moe)
+        add_product(&work, model, pass,
+                    (struct shape){UNIT_DENSE, here, model->hidden,
+                                   router_matrices(model, layer) * model->moe.experts, 1},
+                    gradient_bytes);
     switch (pass) {
     case WORK_FORWARD:
         work.core_flops = core;
-        work.bytes = tokens * attention_forward_bytes(model, layer);
+        work.bytes = here * attention_forward_bytes(model, layer);
         /* norm, q-k-v, RoPE, core, output, residual, norm, residual; router, gate, packing */
         work.kernels = 8 + norm + 3 * moe;
         break;
     case WORK_BACKWARD_INPUT:
         work.core_flops = 2.5 * core; /* five products where forward has two: the scores are made anew */
-        work.bytes = tokens * attention_input_bytes(model, layer);
+        work.bytes = here * attention_input_bytes(model, layer);
         /* norm, q-k-v, RoPE, rows' sums, core, output, norm; router, gate, packing, spreading */
         work.kernels = 7 + norm + 4 * moe;
         break;
     case WORK_BACKWARD_WEIGHT:
-        work.bytes = tokens * attention_weight_bytes(model, layer);
+        work.bytes = here * attention_weight_bytes(model, layer);
         /* q-k-v, output; their biases' sums; router and its bias */
         work.kernels = 2 + 2 * model->attention.bias + moe * (1 + model->moe.bias);
         break;
@@ -257,23 +305,38 @@ static double shared_elements(const struct model *model, int layer, enum work_pa
     return swiglu_elements(pass, width) + (model_layer_is_moe(model, layer) ? 3.0 * model->hidden : 0);
 }
 
+/* gate and up are one product, down the other. */
+static void add_ffn_products(struct work *work, const struct model *model, enum work_pass pass,
+                             struct shape shape, double width, double gradient_bytes) {
+    shape.in = model->hidden;
+    shape.out = 2 * width;
+    add_product(work, model, pass, shape, gradient_bytes);
+    shape.in = width;
+    shape.out = model->hidden;
+    add_product(work, model, pass, shape, gradient_bytes);
+}
+
 /* A grouped product is one launch, however many experts a GPU has; none where it has none. */
-struct work model_ffn_work(const struct model *model, int layer, enum work_pass pass, double copies,
-                           double tokens, double experts_here) {
+struct work model_ffn_work(const struct model *model, int layer, enum work_pass pass, struct ffn_load load,
+                           double gradient_bytes) {
     double element = model_element_bytes(model), wide = model_wide_bytes(model);
-    double h = model->hidden, width = shared_width(model, layer);
+    double width = shared_width(model, layer);
     bool weight = pass == WORK_BACKWARD_WEIGHT;
     struct work work = {0};
-    if (model_layer_is_moe(model, layer) && experts_here > 0) {
-        work.grouped_flops = 6 * h * model->moe.expert_hidden * copies; /* three matrices of H · D */
-        work.bytes = element * copies * routed_elements(model, pass);
-        if (!weight) work.bytes += wide * copies; /* the router's weight in, or its gradient out */
+    if (model_layer_is_moe(model, layer) && load.experts > 0) {
+        add_ffn_products(&work, model, pass,
+                         (struct shape){.unit = UNIT_EXPERTS, .rows = load.rows, .matrices = load.experts},
+                         model->moe.expert_hidden, gradient_bytes);
+        work.bytes = element * load.copies * routed_elements(model, pass);
+        if (!weight) work.bytes += wide * load.copies; /* the router's weight in, or its gradient out */
         /* sort, gate-up, SwiGLU, down, sort back; or two products and their biases' sums */
         work.kernels = weight ? 2 + 2 * model->moe.bias : 5;
     }
     if (width > 0) {
-        work.gemm_flops = 6 * h * width * tokens;
-        work.bytes += element * tokens * shared_elements(model, layer, pass);
+        add_ffn_products(&work, model, pass,
+                         (struct shape){.unit = UNIT_DENSE, .rows = load.tokens, .matrices = 1}, width,
+                         gradient_bytes);
+        work.bytes += element * load.tokens * shared_elements(model, layer, pass);
         /* gate-up, SwiGLU, down; the addition beside routed experts */
         work.kernels += weight ? 2 + 2 * model->moe.bias : 3 + model_layer_is_moe(model, layer);
     }
@@ -299,10 +362,12 @@ struct work model_embed_work(const struct model *model, enum work_pass pass, dou
 /* A chunk's logits live from the product that makes them until their gradient, which takes their place, has
    been multiplied into both gradients: head forward and backward follow one another chunk by chunk, so no
    product is done twice. */
-struct work model_head_work(const struct model *model, enum work_pass pass, double tokens) {
+struct work model_head_work(const struct model *model, enum work_pass pass, double tokens,
+                            double gradient_bytes) {
     double element = model_element_bytes(model);
     double h = model->hidden, v = model->vocab;
-    struct work work = {.gemm_flops = 2 * h * v * tokens, .kernels = 1};
+    struct work work = {.kernels = 1};
+    add_product(&work, model, pass, (struct shape){UNIT_HEAD, tokens, h, v, 1}, gradient_bytes);
     if (pass == WORK_FORWARD) {
         work.bytes = element * tokens *
                      (2 * h     /* norm: in, out */
@@ -318,12 +383,16 @@ struct work model_head_work(const struct model *model, enum work_pass pass, doub
 }
 
 double model_step_flops(const struct model *model, int seq_len) {
-    double forward = model_head_work(model, WORK_FORWARD, seq_len).gemm_flops;
+    struct work head = model_head_work(model, WORK_FORWARD, seq_len, 0);
+    double forward = work_flops(&head, UNIT_HEAD);
+    struct tokens tokens = {1, seq_len, 1};
     for (int layer = 0; layer < model->layers; layer++) {
-        struct work attention = model_attention_work(model, layer, WORK_FORWARD, 1, seq_len);
+        struct work attention = model_attention_work(model, layer, WORK_FORWARD, tokens, 0);
         double copies = (double)seq_len * model_copies(model, layer);
-        struct work ffn = model_ffn_work(model, layer, WORK_FORWARD, copies, seq_len, model->moe.experts);
-        forward += attention.gemm_flops + attention.core_flops + ffn.gemm_flops + ffn.grouped_flops;
+        struct ffn_load load = {copies, copies, model->moe.experts, seq_len};
+        struct work ffn = model_ffn_work(model, layer, WORK_FORWARD, load, 0);
+        forward += work_flops(&attention, UNIT_DENSE) + attention.core_flops + work_flops(&ffn, UNIT_DENSE) +
+                   work_flops(&ffn, UNIT_EXPERTS);
     }
     return 3 * forward;
 }
@@ -335,58 +404,89 @@ double model_hidden_bytes(const struct model *model) {
     return element * model->hidden;
 }
 
-double model_attention_activation_bytes(const struct model *model, int layer, enum recompute recompute) {
+double model_attention_activation_bytes(const struct model *model, int layer,
+                                        enum attention_recompute recompute) {
     double element = model_element_bytes(model), wide = model_wide_bytes(model);
-    if (recompute == RECOMPUTE_FULL) return 0;
+    if (recompute == ATTENTION_FULL) return 0;
     double h = model->hidden, a = query_width(model), k = key_width(model);
-    double bytes = element * (a + 2 * k)           /* q, k (after RoPE), v */
-                   + element * a                   /* output of core attention */
+    bool moe = model_layer_is_moe(model, layer);
+    double bytes = element * a                     /* output of core attention */
                    + wide * model->attention.heads /* log-sum-exp of each head's scores */
-                   + element * h;                  /* h2: residual after attention, input of the norm */
-    if (model->attention.qk_norm) bytes += element * (a + k); /* q, k before their norm */
-    /* The norms' outputs; a dense layer makes the second one anew where it is needed. */
-    if (recompute == RECOMPUTE_NONE) bytes += (model_layer_is_moe(model, layer) ? 2 : 1) * element * h;
-    if (model_layer_is_moe(model, layer))
+                   + element * h;                  /* h2: residual after attention, what is dispatched */
+    if (recompute <= ATTENTION_NORMS) {
+        bytes += element * (a + 2 * k);                           /* q, k (after RoPE), v */
+        if (model->attention.qk_norm) bytes += element * (a + k); /* q, k before their norm */
+    }
+    /* The norms' outputs; a dense layer's second norm belongs to its feed-forward part. */
+    if (recompute == ATTENTION_NONE) bytes += (1 + moe) * element * h;
+    if (moe)
         bytes += wide * router_matrices(model, layer) * model->moe.experts /* logits */
                  + (wide + INDEX) * model->moe.top_k;                      /* weights and experts chosen */
     return bytes;
 }
 
-/* gate and up, and their product. The router's weight is applied to the product, so the expert's output is
-   not needed for that weight's gradient. */
-static double swiglu_activation_bytes(const struct model *model, double width, enum recompute recompute) {
-    double element = model_element_bytes(model);
-    return recompute == RECOMPUTE_FULL ? 0 : element * width * (recompute == RECOMPUTE_SELECTIVE ? 2 : 3);
+double model_key_value_bytes(const struct model *model) {
+    return model_element_bytes(model) * 2 * key_width(model);
 }
 
-double model_expert_activation_bytes(const struct model *model, int layer, enum recompute recompute) {
+/* gate and up, and their product. The router's weight is applied to the product, so the expert's output is
+   not needed for that weight's gradient. */
+static double swiglu_activation_bytes(const struct model *model, double width, enum ffn_recompute recompute) {
+    static const double kept[] = {[FFN_NONE] = 3, [FFN_ACTIVATION] = 2, [FFN_FULL] = 0};
+    return model_element_bytes(model) * width * kept[recompute];
+}
+
+double model_expert_activation_bytes(const struct model *model, int layer, enum ffn_recompute recompute) {
     if (!model_layer_is_moe(model, layer)) return 0;
     return swiglu_activation_bytes(model, model->moe.expert_hidden, recompute);
 }
 
-double model_shared_activation_bytes(const struct model *model, int layer, enum recompute recompute) {
-    return swiglu_activation_bytes(model, shared_width(model, layer), recompute);
+double model_shared_activation_bytes(const struct model *model, int layer, enum ffn_recompute recompute) {
+    bool normed = recompute == FFN_NONE && !model_layer_is_moe(model, layer);
+    return swiglu_activation_bytes(model, shared_width(model, layer), recompute) +
+           normed * model_hidden_bytes(model);
 }
 
-/* Both norms again, in and out. */
-struct work model_attention_selective_work(const struct model *model, double tokens) {
-    double element = model_element_bytes(model);
-    return (struct work){.bytes = element * tokens * 4 * model->hidden, .kernels = 2};
+/* ---- work again -------------------------------------------------------------------------------------- */
+
+struct work model_attention_again_work(const struct model *model, int layer,
+                                       enum attention_recompute recompute, struct tokens tokens) {
+    double element = model_element_bytes(model), here = tokens_here(tokens);
+    double h = model->hidden, a = query_width(model), k = key_width(model);
+    bool moe = model_layer_is_moe(model, layer), norm = model->attention.qk_norm;
+    if (recompute == ATTENTION_NONE) return (struct work){0};
+    if (recompute == ATTENTION_FULL) return model_attention_work(model, layer, WORK_FORWARD, tokens, 0);
+    struct work work = {.bytes = element * here * 2 * h * (1 + moe), .kernels = 1 + moe}; /* norms: in, out */
+    if (recompute == ATTENTION_NORMS) return work;
+    add_projections(&work, model, WORK_FORWARD, here, 0);
+    work.bytes += element * here * (1 + norm) * 2 * (a + k); /* RoPE, QK-norm: q, k in, out */
+    work.kernels += 2 + norm;
+    return work;
 }
 
-/* The SwiGLU products again. */
-struct work model_ffn_selective_work(const struct model *model, int layer, double copies, double tokens) {
+struct work model_ffn_again_work(const struct model *model, int layer, enum ffn_recompute recompute,
+                                 struct ffn_load load) {
     double element = model_element_bytes(model), wide = model_wide_bytes(model);
+    double h = model->hidden, width = shared_width(model, layer);
+    bool moe = model_layer_is_moe(model, layer), full = recompute == FFN_FULL;
     struct work work = {0};
-    double width = shared_width(model, layer);
-    if (model_layer_is_moe(model, layer)) {
+    if (recompute == FFN_NONE) return work;
+    if (moe && load.experts > 0) {
+        struct shape gate_up = {UNIT_EXPERTS, load.rows, h, 2.0 * model->moe.expert_hidden, load.experts};
+        if (full) add_product(&work, model, WORK_FORWARD, gate_up, 0);
+        /* sort: in, out; SwiGLU */
         work.bytes =
-            element * copies * swiglu_elements(WORK_FORWARD, model->moe.expert_hidden) + wide * copies;
-        work.kernels = 1;
+            element * load.copies * (full * 2 * h + swiglu_elements(WORK_FORWARD, model->moe.expert_hidden)) +
+            wide * load.copies;
+        work.kernels = 1 + 2 * full;
     }
     if (width > 0) {
-        work.bytes += element * tokens * swiglu_elements(WORK_FORWARD, width);
-        work.kernels += 1;
+        if (full)
+            add_product(&work, model, WORK_FORWARD, (struct shape){UNIT_DENSE, load.tokens, h, 2 * width, 1},
+                        0);
+        /* a dense layer's norm: in, out; SwiGLU */
+        work.bytes += element * load.tokens * (!moe * 2 * h + swiglu_elements(WORK_FORWARD, width));
+        work.kernels += 1 + full + !moe;
     }
     return work;
 }

@@ -114,29 +114,54 @@ struct parameter_count model_parameter_count(const struct model *model);
 
 enum work_pass { WORK_FORWARD, WORK_BACKWARD_INPUT, WORK_BACKWARD_WEIGHT };
 
-/* Work by the unit that does it, since each has an achieved rate of its own. */
+/* Which achieved rate a matrix product runs at. */
+enum unit { UNIT_DENSE, UNIT_EXPERTS, UNIT_HEAD };
+/* One matrix product. bytes: what it must move through the GPU's memory, each operand and its result once; of
+   a gradient's buffer, which is read and written, twice. */
+struct matrix_product {
+    int unit;
+    double flops, bytes;
+};
+#define MAX_PRODUCTS 8
+/* Work by what bounds it. */
 struct work {
-    double gemm_flops; /* dense matrix products */
+    struct matrix_product products[MAX_PRODUCTS];
+    int product_count;
     double
         core_flops; /* core attention: scores and weighted values; backward with the scores computed anew */
-    double grouped_flops; /* matrix products of experts */
-    double bytes;         /* memory traffic of element-wise kernels: norms, RoPE, activation, permutation */
-    double kernels;       /* launches */
+    double bytes;   /* memory traffic of element-wise kernels: norms, RoPE, activation, permutation */
+    double kernels; /* launches */
 };
 struct work work_add(struct work a, struct work b);
+/* FLOPs of the products of one unit. */
+double work_flops(const struct work *work, enum unit unit);
 
-/* One layer's attention for `sequences` sequences of `seq_len` tokens: pre-norm, projections, QK-norm, RoPE,
-   core attention, output projection, residual; then the feed-forward norm and router, which decide where
-   tokens go. */
-struct work model_attention_work(const struct model *model, int layer, enum work_pass pass, double sequences,
-                                 int seq_len);
-/* One layer's feed-forward on one GPU: `copies` copies at `experts_here` routed experts (grouped products:
-   the time of one GPU), and the shared experts or the dense FFN for `tokens` tokens. */
-struct work model_ffn_work(const struct model *model, int layer, enum work_pass pass, double copies,
-                           double tokens, double experts_here);
+/* A micro-batch on one GPU of a run of cp that hold each sequence between them: pieces i and 2·cp − 1 − i of
+   2·cp go to the i-th. With a window the middle ones have most to do; the work is theirs. */
+struct tokens {
+    double sequences; /* that the run holds */
+    int seq_len, cp;
+};
+double tokens_here(struct tokens tokens); /* on each GPU */
+
+/* One layer's attention: pre-norm, projections, QK-norm, RoPE, core attention, output projection, residual;
+   then the feed-forward norm and router, which decide where tokens go. gradient_bytes: of an element of the
+   buffer that the weight pass adds to (ignored by the others). */
+struct work model_attention_work(const struct model *model, int layer, enum work_pass pass,
+                                 struct tokens tokens, double gradient_bytes);
+/* What one GPU's feed-forward part computes of a micro-batch. */
+struct ffn_load {
+    double copies;  /* at its routed experts */
+    double rows;    /* the same with each expert's rounded up to the tile of its matrix product */
+    double experts; /* routed experts it holds */
+    double tokens;  /* that pass the shared experts, or the dense FFN */
+};
+struct work model_ffn_work(const struct model *model, int layer, enum work_pass pass, struct ffn_load load,
+                           double gradient_bytes);
 struct work model_embed_work(const struct model *model, enum work_pass pass, double tokens);
-/* Final norm, output matrix, cross-entropy. The logits are made chunk by chunk and never kept. */
-struct work model_head_work(const struct model *model, enum work_pass pass, double tokens);
+/* Final norm, output matrix, cross-entropy. The logits are made chunk by chunk and never kept whole. */
+struct work model_head_work(const struct model *model, enum work_pass pass, double tokens,
+                            double gradient_bytes);
 
 /* Model FLOPs of one sequence's training step, forward and backward, without any recomputation: what MFU
    counts (core attention backward as twice its forward). */
@@ -144,22 +169,32 @@ double model_step_flops(const struct model *model, int seq_len);
 
 /* ---- activations kept for backward -------------------------------------------------------------------- */
 
-enum recompute { RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL };
-#define RECOMPUTE_CHOICES "none|selective|full"
+/* What a layer's attention drops behind its forward pass, and makes again ahead of its backward pass:
+   norms: the norms' outputs; projections: also queries, keys and values (the core's output and log-sum-exp
+   and what is dispatched stay); full: all but the layer's input. */
+enum attention_recompute { ATTENTION_NONE, ATTENTION_NORMS, ATTENTION_PROJECTIONS, ATTENTION_FULL };
+#define ATTENTION_CHOICES "none|norms|projections|full"
+/* What its feed-forward part drops: the activation's output (and a dense layer's normalised input), or all
+   but the input. */
+enum ffn_recompute { FFN_NONE, FFN_ACTIVATION, FFN_FULL };
+#define FFN_CHOICES "none|activation|full"
 
-/* Bytes per token that a layer's attention keeps for its backward pass, without the layer's input. selective
-   drops normalised inputs; full drops everything (the layer's input is counted apart, by model_hidden_bytes).
- */
-double model_attention_activation_bytes(const struct model *model, int layer, enum recompute recompute);
-/* Bytes per copy that an expert keeps beside its input; selective drops the activation's output, full all. */
-double model_expert_activation_bytes(const struct model *model, int layer, enum recompute recompute);
+/* Bytes per token that a layer's attention keeps for its backward pass, without the layer's input. */
+double model_attention_activation_bytes(const struct model *model, int layer,
+                                        enum attention_recompute recompute);
+/* Bytes per copy that an expert keeps beside its input. */
+double model_expert_activation_bytes(const struct model *model, int layer, enum ffn_recompute recompute);
 /* Bytes per token that shared experts (or the dense FFN) keep beside their input. */
-double model_shared_activation_bytes(const struct model *model, int layer, enum recompute recompute);
+double model_shared_activation_bytes(const struct model *model, int layer, enum ffn_recompute recompute);
+/* Bytes per token of keys and values, which a run of context-parallel GPUs gathers. */
+double model_key_value_bytes(const struct model *model);
 /* Bytes of one token's hidden vector: of the residual stream, of an expert's input, of a message. */
 double model_hidden_bytes(const struct model *model);
-/* Work that a recompute level adds to a layer's backward pass on each side, beyond what a full forward
-   repeats: selective repeats norms (attention side) and activations (feed-forward side). */
-struct work model_attention_selective_work(const struct model *model, double tokens);
-struct work model_ffn_selective_work(const struct model *model, int layer, double copies, double tokens);
+/* What has to be done again. A full recomputation of the feed-forward part ends at the activation's output,
+   which is all that backward needs. */
+struct work model_attention_again_work(const struct model *model, int layer,
+                                       enum attention_recompute recompute, struct tokens tokens);
+struct work model_ffn_again_work(const struct model *model, int layer, enum ffn_recompute recompute,
+                                 struct ffn_load load);
 
 #endif

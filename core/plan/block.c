@@ -13,10 +13,13 @@ weighted output before combine. So dispatch and combine carry exactly copies × 
 its own is needed. Backward the same GPU adds the output's gradient to the first copy's input gradient.
 (Price: a normalisation per copy on the F side.)
 
-Memory levers. recompute full keeps the layer's input alone: backward repeats attention, dispatch and ffn
-(and, in a pipelined system, combine, as a checkpointed layer does; a disaggregated one has no use for it: the
-next layer's input is kept where it arrived). expert_input resend drops the received copies after ffn and
-dispatches them once more.
+Memory levers. What attention drops it makes again from the layer's input, which always stays: norms and
+projections just ahead of its backward pass, all of it as soon as the layer's backward pass is due, since what
+is dispatched may be needed. What the feed-forward part drops it makes again from the experts' input: the
+activation just ahead of its backward pass, all of it as soon as that is due. The experts' input is dropped
+too, and dispatched once more, when `expert_input` says resend or both sides recompute all. A pipelined
+system that recomputes all checkpoints the whole layer and repeats the combine as well; a disaggregated one
+has no use for that: the next layer's input is kept where it arrived.
 */
 #include "plan/plan.h"
 
@@ -25,21 +28,60 @@ static bool has_transfers(const struct block *block) {
            model_layer_is_moe(block->plan->point->model, block->layer);
 }
 
-static int transfer(struct schedule *schedule, const struct block *block, enum kind kind, enum pass pass,
-                    int from, int to, int after) {
-    const struct layer_cost *cost = block->cost;
-    bool dispatch = kind == KIND_DISPATCH;
-    int op = schedule_transfer(schedule, kind, pass, block->layer, block->micro_batch, from, to,
-                               dispatch ? cost->dispatch : cost->combine,
-                               dispatch ? cost->dispatch_bytes : cost->combine_bytes);
+static bool is_pipelined(const struct block *block) {
+    return block->place.attention == block->place.ffn;
+}
+
+static bool recomputes_all(const struct block *block) {
+    return block->recompute.attention == ATTENTION_FULL && block->recompute.ffn == FFN_FULL;
+}
+
+static bool dispatches_again(const struct block *block) {
+    bool resend = block->plan->memory.expert_input == INPUT_RESEND;
+    return has_transfers(block) && (resend || recomputes_all(block));
+}
+
+static int add_transfer(struct schedule *schedule, const struct block *block, enum kind kind, enum pass pass,
+                        int from, int to, struct transfer_cost leg, int after) {
+    int op = schedule_transfer(schedule, kind, pass, block->layer, block->micro_batch, from, to, leg.seconds,
+                               leg.bytes);
     schedule_after(schedule, after);
     return op;
 }
 
+static int add_dispatch(struct schedule *schedule, const struct block *block, enum pass pass, int after) {
+    int a = block->place.attention, f = block->place.ffn;
+    bool backward = pass == PASS_BACKWARD;
+    return add_transfer(schedule, block, KIND_DISPATCH, pass, backward ? f : a, backward ? a : f,
+                        block->cost->dispatch, after);
+}
+
+/* To or from each of the next groups in turn, each behind after[i] and the one before, so that the experts'
+   output or its gradient is whole behind the last. Returns the first one; the others follow it. */
+static int add_combine(struct schedule *schedule, const struct block *block, enum pass pass,
+                       const int *after) {
+    const struct place *place = &block->place;
+    int first = schedule->op_count;
+    for (int i = 0; i < place->next_count; i++) {
+        bool backward = pass == PASS_BACKWARD;
+        int next = place->next[i];
+        add_transfer(schedule, block, KIND_COMBINE, pass, backward ? next : place->ffn,
+                     backward ? place->ffn : next, block->combine[i], after[backward ? i : 0]);
+        schedule_chunk(schedule, i, place->next_count);
+        if (i) schedule_after(schedule, first + i - 1);
+    }
+    return first;
+}
+
 static int compute(struct schedule *schedule, const struct block *block, enum kind kind, enum pass pass,
-                   double seconds, int after) {
-    int group = kind == KIND_ATTENTION ? block->place.attention : block->place.ffn;
-    int op = schedule_compute(schedule, kind, pass, block->layer, block->micro_batch, group, seconds);
+                   int after) {
+    const struct layer_cost *cost = block->cost;
+    bool attention = kind == KIND_ATTENTION;
+    const double *seconds = attention ? cost->attention : cost->ffn;
+    int op = schedule_compute(schedule, kind, pass, block->layer, block->micro_batch,
+                              attention ? block->place.attention : block->place.ffn,
+                              seconds[pass] + (pass == PASS_BACKWARD ? seconds[PASS_WEIGHT] : 0));
+    if (attention) schedule_gather(schedule, cost->gather[pass]);
     schedule_after(schedule, after);
     return op;
 }
@@ -57,144 +99,163 @@ static void keep_until(struct schedule *schedule, const struct block *block, enu
     schedule_release(schedule, keep(schedule, block, role, group, producer, bytes), last);
 }
 
+/* Keys and values of whole sequences while attention runs, and in backward their gradients. */
+static void keep_gathered(struct schedule *schedule, const struct block *block, int attention, int times) {
+    if (block->memory->gathered > 0)
+        keep_until(schedule, block, ROLE_GATHERED, block->place.attention, attention, attention,
+                   times * block->memory->gathered);
+}
+
+static double dropped_attention(const struct block *block) {
+    return block->memory->full_attention - block->memory->attention;
+}
+static double dropped_ffn(const struct block *block) {
+    return block->memory->full_ffn - block->memory->ffn;
+}
+
+static void release(struct schedule *schedule, int activation, int op) {
+    if (activation >= 0) schedule_release(schedule, activation, op);
+}
+
 int block_forward(struct schedule *schedule, struct block *block, int input) {
     const struct layer_memory *memory = block->memory;
-    const struct place place = block->place;
-    bool full = block->plan->memory.recompute == RECOMPUTE_FULL, transfers = has_transfers(block);
-    bool resend = block->plan->memory.expert_input == INPUT_RESEND;
+    int a = block->place.attention, f = block->place.ffn;
+    bool transfers = has_transfers(block);
     block->forward_first = schedule->op_count;
-    int attention =
-        compute(schedule, block, KIND_ATTENTION, PASS_FORWARD, block->cost->attention[PASS_FORWARD], input);
-    int dispatch = attention;
-    if (transfers)
-        dispatch =
-            transfer(schedule, block, KIND_DISPATCH, PASS_FORWARD, place.attention, place.ffn, attention);
-    int ffn = compute(schedule, block, KIND_FFN, PASS_FORWARD, block->cost->ffn[PASS_FORWARD], dispatch);
-    int combine = ffn;
-    if (transfers)
-        combine = transfer(schedule, block, KIND_COMBINE, PASS_FORWARD, place.ffn, place.next, ffn);
+    int attention = compute(schedule, block, KIND_ATTENTION, PASS_FORWARD, input);
+    int dispatch = transfers ? add_dispatch(schedule, block, PASS_FORWARD, attention) : attention;
+    int ffn = compute(schedule, block, KIND_FFN, PASS_FORWARD, dispatch);
+    int combine = transfers ? add_combine(schedule, block, PASS_FORWARD, &ffn) : ffn;
     block->forward_last = schedule->op_count;
 
-    block->input_activation = keep(schedule, block, ROLE_LAYER_INPUT, place.attention,
-                                   input >= 0 ? input : attention, memory->layer_input);
     block->attention_activation = block->expert_activation = block->ffn_activation = -1; /* until kept */
-    if (full) {
-        keep_until(schedule, block, ROLE_ATTENTION, place.attention, attention, attention,
-                   memory->full_attention);
-        keep_until(schedule, block, ROLE_SENT, place.attention, attention, dispatch, memory->layer_input);
-    } else {
-        block->attention_activation =
-            keep(schedule, block, ROLE_ATTENTION, place.attention, attention, memory->attention);
-    }
-    /* A full recomputation drops the copies too; a dense layer in place has them in h. */
-    if (transfers && !resend && !full)
-        block->expert_activation =
-            keep(schedule, block, ROLE_EXPERT_INPUT, place.ffn, dispatch, memory->expert_input);
-    else if (transfers)
-        keep_until(schedule, block, ROLE_EXPERT_INPUT, place.ffn, dispatch, ffn, memory->expert_input);
-    if (full)
-        keep_until(schedule, block, ROLE_FFN, place.ffn, ffn, ffn, memory->full_ffn);
+    block->restored_attention = block->restored_ffn = -1;
+    block->input_activation =
+        keep(schedule, block, ROLE_LAYER_INPUT, a, input >= 0 ? input : attention, memory->layer_input);
+    if (block->recompute.attention == ATTENTION_FULL)
+        keep_until(schedule, block, ROLE_SENT, a, attention, dispatch, memory->layer_input);
     else
-        block->ffn_activation = keep(schedule, block, ROLE_FFN, place.ffn, ffn, memory->ffn);
+        block->attention_activation = keep(schedule, block, ROLE_ATTENTION, a, attention, memory->attention);
+    if (block->recompute.attention != ATTENTION_NONE)
+        keep_until(schedule, block, ROLE_RESTORED_ATTENTION, a, attention, attention,
+                   dropped_attention(block));
+    keep_gathered(schedule, block, attention, 1);
+    if (transfers && !dispatches_again(block))
+        block->expert_activation =
+            keep(schedule, block, ROLE_EXPERT_INPUT, f, dispatch, memory->expert_input);
+    else if (transfers) /* a dense layer in place has its input in what attention keeps */
+        keep_until(schedule, block, ROLE_EXPERT_INPUT, f, dispatch, ffn, memory->expert_input);
+    if (block->recompute.ffn != FFN_FULL)
+        block->ffn_activation = keep(schedule, block, ROLE_FFN, f, ffn, memory->ffn);
+    if (block->recompute.ffn != FFN_NONE)
+        keep_until(schedule, block, ROLE_RESTORED_FFN, f, ffn, ffn, dropped_ffn(block));
     if (transfers)
-        keep_until(schedule, block, ROLE_EXPERT_OUTPUT, place.ffn, ffn, combine, memory->expert_input);
+        keep_until(schedule, block, ROLE_EXPERT_OUTPUT, f, ffn, block->forward_last - 1,
+                   memory->expert_input);
     return combine;
 }
 
-/* Recomputation and resending ahead of the backward pass. Returns the operation after which the experts'
-   input and internals are there again (−1: they never left), and sets *attention to the one that restores
-   attention's. */
-static int restore(struct schedule *schedule, struct block *block, int gradient, int *attention) {
-    const struct place place = block->place;
-    const struct layer_memory *memory = block->memory;
-    const struct memory levers = block->plan->memory;
-    bool full = levers.recompute == RECOMPUTE_FULL, transfers = has_transfers(block);
-    *attention = -1;
-    int ready = gradient;
-    if (full) {
-        *attention = ready = compute(schedule, block, KIND_ATTENTION, PASS_RECOMPUTE,
-                                     block->cost->attention[PASS_RECOMPUTE], gradient);
-        block->attention_activation =
-            keep(schedule, block, ROLE_ATTENTION, place.attention, ready, memory->full_attention);
-        schedule_reads(schedule, block->input_activation, ready);
-    }
-    bool again = transfers && (full || levers.expert_input == INPUT_RESEND);
-    if (again) {
-        ready = transfer(schedule, block, KIND_DISPATCH, PASS_RECOMPUTE, place.attention, place.ffn, ready);
-        schedule_reads(schedule, block->attention_activation, ready);
-        block->expert_activation =
-            keep(schedule, block, ROLE_EXPERT_INPUT, place.ffn, ready, memory->expert_input);
-    }
-    if (!full) return again ? ready : -1;
-    ready = compute(schedule, block, KIND_FFN, PASS_RECOMPUTE, block->cost->ffn[PASS_RECOMPUTE], ready);
-    block->ffn_activation = keep(schedule, block, ROLE_FFN, place.ffn, ready, memory->full_ffn);
-    if (transfers && place.attention == place.next) {
-        int combine = transfer(schedule, block, KIND_COMBINE, PASS_RECOMPUTE, place.ffn, place.next, ready);
-        keep_until(schedule, block, ROLE_EXPERT_OUTPUT, place.ffn, ready, combine, memory->expert_input);
-        ready = combine;
-    }
-    return ready;
+/* What has to be there again before the backward pass begins, as operations; −1: it never left. */
+struct restored {
+    int attention; /* attention's internals */
+    int experts;   /* the experts' input and internals */
+    int last;      /* of all that one GPU of a pipelined system does for it */
+};
+
+/* A pipelined GPU does one thing after the other; on two groups each begins when the layer is due. */
+static int behind(const struct block *block, const struct restored *restored, int gradient) {
+    return is_pipelined(block) && restored->last >= 0 ? restored->last : gradient;
 }
 
-int block_backward(struct schedule *schedule, struct block *block, int gradient) {
-    const struct place place = block->place;
+static struct restored restore(struct schedule *schedule, struct block *block, int gradient) {
     const struct layer_memory *memory = block->memory;
-    const struct layer_cost *cost = block->cost;
-    bool transfers = has_transfers(block), selective = block->plan->memory.recompute == RECOMPUTE_SELECTIVE;
-    bool pipelined = place.attention == place.ffn;
-    block->backward_first = schedule->op_count;
-    int attention_ready, ready = restore(schedule, block, gradient, &attention_ready);
-
-    /* One GPU's layer runs one thing after the other; on two groups the gradient travels beside the
-     * restoring. */
-    int arrived = pipelined && ready >= 0 ? ready : gradient;
-    if (transfers)
-        arrived = transfer(schedule, block, KIND_COMBINE, PASS_BACKWARD, place.next, place.ffn, arrived);
-    int delivered = arrived;
-    if (selective) {
-        arrived = compute(schedule, block, KIND_FFN, PASS_RECOMPUTE, cost->ffn[PASS_RECOMPUTE], arrived);
-        if (ready >= 0) schedule_after(schedule, ready);
+    int a = block->place.attention, f = block->place.ffn;
+    struct restored restored = {-1, -1, -1};
+    if (block->recompute.attention == ATTENTION_FULL) {
+        restored.attention = restored.last =
+            compute(schedule, block, KIND_ATTENTION, PASS_RECOMPUTE, gradient);
+        block->restored_attention =
+            keep(schedule, block, ROLE_RESTORED_ATTENTION, a, restored.attention, dropped_attention(block));
+        keep_gathered(schedule, block, restored.attention, 1);
+        schedule_reads(schedule, block->input_activation, restored.attention);
     }
-    int ffn = compute(schedule, block, KIND_FFN, PASS_BACKWARD,
-                      cost->ffn[PASS_BACKWARD] + cost->ffn[PASS_WEIGHT], arrived);
-    if (ready >= 0 && ready != arrived) schedule_after(schedule, ready);
-    int back = ffn;
-    if (transfers)
-        back = transfer(schedule, block, KIND_DISPATCH, PASS_BACKWARD, place.ffn, place.attention, ffn);
-    int returned = back;
-    if (selective)
-        back =
-            compute(schedule, block, KIND_ATTENTION, PASS_RECOMPUTE, cost->attention[PASS_RECOMPUTE], back);
-    int attention = compute(schedule, block, KIND_ATTENTION, PASS_BACKWARD,
-                            cost->attention[PASS_BACKWARD] + cost->attention[PASS_WEIGHT], back);
-    if (attention_ready >= 0) schedule_after(schedule, attention_ready);
+    if (dispatches_again(block)) {
+        int again = restored.attention;
+        restored.experts = restored.last =
+            add_dispatch(schedule, block, PASS_RECOMPUTE, again >= 0 ? again : gradient);
+        schedule_reads(schedule, again >= 0 ? block->restored_attention : block->attention_activation,
+                       restored.experts);
+        block->expert_activation =
+            keep(schedule, block, ROLE_EXPERT_INPUT, f, restored.experts, memory->expert_input);
+    }
+    if (block->recompute.ffn != FFN_FULL) return restored;
+    int after = restored.experts >= 0 ? restored.experts : behind(block, &restored, gradient);
+    restored.experts = restored.last = compute(schedule, block, KIND_FFN, PASS_RECOMPUTE, after);
+    if (block->expert_activation >= 0) schedule_reads(schedule, block->expert_activation, restored.experts);
+    block->restored_ffn = keep(schedule, block, ROLE_RESTORED_FFN, f, restored.experts, dropped_ffn(block));
+    if (has_transfers(block) && is_pipelined(block) && recomputes_all(block)) {
+        int combine = add_combine(schedule, block, PASS_RECOMPUTE, &restored.experts);
+        keep_until(schedule, block, ROLE_EXPERT_OUTPUT, f, restored.experts, combine, memory->expert_input);
+        restored.last = combine;
+    }
+    return restored;
+}
+
+int block_backward(struct schedule *schedule, struct block *block, const int *gradients) {
+    const struct layer_memory *memory = block->memory;
+    int a = block->place.attention, f = block->place.ffn;
+    bool transfers = has_transfers(block);
+    block->backward_first = schedule->op_count;
+    struct restored restored = restore(schedule, block, gradients[0]);
+
+    int arrived = behind(block, &restored, gradients[0]), first_arrived = arrived;
+    if (transfers) {
+        first_arrived =
+            add_combine(schedule, block, PASS_BACKWARD, is_pipelined(block) ? &arrived : gradients);
+        arrived = schedule->op_count - 1;
+    }
+    int ready = arrived;
+    if (block->recompute.ffn == FFN_ACTIVATION) {
+        ready = compute(schedule, block, KIND_FFN, PASS_RECOMPUTE, arrived);
+        if (restored.experts >= 0) schedule_after(schedule, restored.experts);
+        block->restored_ffn = keep(schedule, block, ROLE_RESTORED_FFN, f, ready, dropped_ffn(block));
+    }
+    int ffn = compute(schedule, block, KIND_FFN, PASS_BACKWARD, ready);
+    if (restored.experts >= 0 && restored.experts != ready) schedule_after(schedule, restored.experts);
+    int back = transfers ? add_dispatch(schedule, block, PASS_BACKWARD, ffn) : ffn, returned = back;
+    if (block->recompute.attention == ATTENTION_NORMS ||
+        block->recompute.attention == ATTENTION_PROJECTIONS) {
+        back = compute(schedule, block, KIND_ATTENTION, PASS_RECOMPUTE, returned);
+        block->restored_attention =
+            keep(schedule, block, ROLE_RESTORED_ATTENTION, a, back, dropped_attention(block));
+    }
+    int attention = compute(schedule, block, KIND_ATTENTION, PASS_BACKWARD, back);
+    if (restored.attention >= 0) schedule_after(schedule, restored.attention);
     block->backward_last = schedule->op_count;
     block->ffn_backward = ffn;
 
     if (transfers) {
-        keep_until(schedule, block, ROLE_OUTPUT_GRADIENT, place.ffn, delivered, ffn, memory->expert_input);
-        keep_until(schedule, block, ROLE_INPUT_GRADIENT, place.ffn, ffn, returned, memory->expert_input);
+        keep_until(schedule, block, ROLE_OUTPUT_GRADIENT, f, first_arrived, ffn, memory->expert_input);
+        keep_until(schedule, block, ROLE_INPUT_GRADIENT, f, ffn, returned, memory->expert_input);
     }
-    keep_until(schedule, block, ROLE_MIDDLE_GRADIENT, place.attention, returned, attention,
-               memory->layer_input);
-    if (selective) { /* what selective dropped comes back for as long as the pass needs it */
-        keep_until(schedule, block, ROLE_RESTORED_FFN, place.ffn, arrived, ffn,
-                   memory->full_ffn - memory->ffn);
-        keep_until(schedule, block, ROLE_RESTORED_ATTENTION, place.attention, back, attention,
-                   memory->full_attention - memory->attention);
-    }
-    schedule_release(schedule, block->input_activation, attention);
-    schedule_release(schedule, block->attention_activation, attention);
-    schedule_release(schedule, block->ffn_activation, ffn);
-    if (block->expert_activation >= 0) schedule_release(schedule, block->expert_activation, ffn);
+    keep_until(schedule, block, ROLE_MIDDLE_GRADIENT, a, returned, attention, memory->layer_input);
+    keep_gathered(schedule, block, attention, 2);
+    release(schedule, block->input_activation, attention);
+    release(schedule, block->attention_activation, attention);
+    release(schedule, block->restored_attention, attention);
+    release(schedule, block->ffn_activation, ffn);
+    release(schedule, block->restored_ffn, ffn);
+    release(schedule, block->expert_activation, ffn);
     return attention;
 }
 
-int plan_add_head(struct schedule *schedule, int group, int micro_batch, int arrived, const double seconds[2],
-                  double input_bytes) {
+int plan_add_head(struct schedule *schedule, int group, int micro_batch, int chunk, int chunks, int arrived,
+                  const double seconds[2], double input_bytes) {
     int forward = schedule_compute(schedule, KIND_HEAD, PASS_FORWARD, -1, micro_batch, group, seconds[0]);
+    schedule_chunk(schedule, chunk, chunks);
     schedule_after(schedule, arrived);
     int backward = schedule_compute(schedule, KIND_HEAD, PASS_BACKWARD, -1, micro_batch, group, seconds[1]);
+    schedule_chunk(schedule, chunk, chunks);
     schedule_after(schedule, forward);
     schedule_release(schedule, schedule_keep(schedule, group, arrived, input_bytes), backward);
     schedule_role(schedule, ROLE_HEAD_INPUT, schedule->layers, micro_batch);

@@ -3,9 +3,18 @@ What each operation of a plan lasts and moves, and what its GPUs hold.
 
 Either the cost model (work ÷ achieved rate, bytes ÷ achieved bandwidth, latency, launches; the cluster file
 names the source of each rate) or the manifest's table of explicit durations. Both sides of a worker group are
-treated alike: the attention side has micro_batch_size × seq_len tokens a GPU, the feed-forward side shares
-all copies of them by the experts each GPU holds, and the busiest GPU sets the pace, since a group's transfers
-wait for all its members.
+treated alike: the attention side has micro_batch_size × seq_len ÷ cp tokens a GPU, the feed-forward side
+shares all copies of them by the experts each GPU holds, and the busiest GPU sets the pace, since a group's
+transfers wait for all its members.
+
+A matrix product takes the longer of its FLOPs at the achieved rate and its operands through the GPU's memory:
+with few rows its weights, or the gradients that it adds to, are what it waits for.
+
+Context parallelism. A run of cp GPUs holds each sequence, every GPU its own keys and values. It gathers the
+others' ahead of the core in forward and again in backward, where their gradients are then summed and
+scattered: three collectives a layer, inside the attention operations; a fourth where the whole attention is
+recomputed. Where keys and values alone are, backward gathers them as it would have. All of a sequence is
+gathered, under a window as well.
 */
 #include "plan/plan.h"
 
@@ -14,194 +23,275 @@ wait for all its members.
 #include <string.h>
 
 /* Seconds of `work` on a GPU of `speed` (1: as the rates say). */
-static double seconds_of(const struct cluster *cluster, struct work work, bool backward, double speed) {
+static double seconds_of(const struct cluster *cluster, const struct work *work, bool backward,
+                         double speed) {
+    static const enum rate unit_rates[] = {
+        [UNIT_DENSE] = RATE_GEMM, [UNIT_EXPERTS] = RATE_GROUPED_GEMM, [UNIT_HEAD] = RATE_HEAD_GEMM};
     const double *rates = cluster->rates;
     double core = rates[backward ? RATE_CORE_BACKWARD : RATE_CORE_FORWARD];
-    return (work.gemm_flops / rates[RATE_GEMM] + work.core_flops / core +
-            work.grouped_flops / rates[RATE_GROUPED_GEMM] + work.bytes / rates[RATE_HBM] +
-            work.kernels * rates[RATE_KERNEL_LAUNCH]) /
-           speed;
-}
-
-static double tokens_per_gpu(const struct plan *plan) {
-    return (double)plan->point->micro_batch_size * plan->point->seq_len;
-}
-
-/* ---- routing ----------------------------------------------------------------------------------------- */
-
-/* Shares of all copies that each of `gpus` GPUs receives; they sum to less than 1 where a capacity factor
- * drops some. */
-static void expert_shares(const struct plan *plan, int gpus, double *shares) {
-    const struct model *model = plan->point->model;
-    double copies = (double)plan->point->seq_len * model->moe.top_k, limit = INFINITY;
-    if (model->moe.capacity_factor > 0) limit = model_expert_capacity(model, plan->point->seq_len) / copies;
-    for (int gpu = 0; gpu < gpus; gpu++) {
-        shares[gpu] = 0;
-        int end = plan_first_expert(model->moe.experts, gpus, gpu + 1);
-        for (int expert = plan_first_expert(model->moe.experts, gpus, gpu); expert < end; expert++)
-            shares[gpu] += fmin(plan->point->routing.share[expert], limit);
+    double seconds =
+        work->core_flops / core + work->bytes / rates[RATE_HBM] + work->kernels * rates[RATE_KERNEL_LAUNCH];
+    for (int i = 0; i < work->product_count; i++) {
+        const struct matrix_product *product = &work->products[i];
+        seconds += fmax(product->flops / rates[unit_rates[product->unit]], product->bytes / rates[RATE_HBM]);
     }
+    return seconds / speed;
 }
 
-/* The busiest GPU's share of all copies, and the experts it holds. */
-static double busiest_share(const struct plan *plan, int gpus, double *experts) {
-    double *shares = must_alloc((size_t)gpus * sizeof *shares), busiest = 0;
-    expert_shares(plan, gpus, shares);
-    for (int gpu = 0; gpu < gpus; gpu++)
-        if (shares[gpu] > busiest) {
-            int count = plan->point->model->moe.experts;
-            busiest = shares[gpu];
-            if (experts)
-                *experts = plan_first_expert(count, gpus, gpu + 1) - plan_first_expert(count, gpus, gpu);
-        }
-    free(shares);
-    return busiest;
+double plan_tokens(const struct plan *plan) {
+    return (double)plan->point->micro_batch_size * plan->point->seq_len / plan->parallel.cp;
 }
 
-/* ---- layers ------------------------------------------------------------------------------------------ */
-
-/* Copies that the busiest feed-forward GPU computes for one micro-batch of a layer. */
-static double busiest_copies(const struct plan *plan, int layer, int attention_count, int ffn_count,
-                             double *experts) {
-    const struct model *model = plan->point->model;
-    double all = attention_count * tokens_per_gpu(plan) * model_copies(model, layer);
-    *experts = 1;
-    if (!model_layer_is_moe(model, layer)) return all / ffn_count;
-    return all * busiest_share(plan, ffn_count, experts);
+static struct tokens attention_tokens(const struct plan *plan) {
+    return (struct tokens){plan->point->micro_batch_size, plan->point->seq_len, plan->parallel.cp};
 }
-
-static bool is_pipelined(struct sides sides) {
-    return sides.attention_gpus == sides.ffn_gpus;
-}
-
-/* Tokens that pass the shared experts, or the dense FFN, of the busiest feed-forward GPU. On separate sides a
-   token's shared experts run where its first choice runs, and first choices are spread as all copies are. */
-static double shared_tokens(const struct plan *plan, int layer, struct sides sides, double copies) {
-    if (is_pipelined(sides)) return tokens_per_gpu(plan);
-    return copies / model_copies(plan->point->model, layer);
-}
-
-static void table_layer_cost(const struct plan *plan, struct layer_cost *cost) {
-    const struct cost_table *table = plan->point->table;
-    bool full = plan->memory.recompute == RECOMPUTE_FULL;
-    cost->attention[PASS_FORWARD] = table->attn_fwd_s;
-    cost->attention[PASS_RECOMPUTE] = full ? table->attn_fwd_s : 0;
-    cost->attention[PASS_BACKWARD] = table->attn_bwd_s;
-    cost->attention[PASS_WEIGHT] = table->attn_wgrad_s;
-    cost->ffn[PASS_FORWARD] = table->ffn_fwd_s;
-    cost->ffn[PASS_RECOMPUTE] = full ? table->ffn_fwd_s : 0;
-    cost->ffn[PASS_BACKWARD] = table->ffn_bwd_s;
-    cost->ffn[PASS_WEIGHT] = table->ffn_wgrad_s;
-    cost->dispatch = table->dispatch_s;
-    cost->combine = table->combine_s;
-}
-
-static void attention_cost(const struct plan *plan, int layer, double speed, double *seconds) {
-    const struct point *point = plan->point;
-    const struct model *model = point->model;
-    double sequences = point->micro_batch_size;
-    struct work forward = model_attention_work(model, layer, WORK_FORWARD, sequences, point->seq_len);
-    struct work input = model_attention_work(model, layer, WORK_BACKWARD_INPUT, sequences, point->seq_len);
-    struct work weight = model_attention_work(model, layer, WORK_BACKWARD_WEIGHT, sequences, point->seq_len);
-    struct work again = {0};
-    if (plan->memory.recompute == RECOMPUTE_FULL) again = forward;
-    if (plan->memory.recompute == RECOMPUTE_SELECTIVE)
-        again = model_attention_selective_work(model, tokens_per_gpu(plan));
-    seconds[PASS_FORWARD] = seconds_of(point->cluster, forward, false, speed);
-    seconds[PASS_RECOMPUTE] = seconds_of(point->cluster, again, false, speed);
-    seconds[PASS_BACKWARD] = seconds_of(point->cluster, input, true, speed);
-    seconds[PASS_WEIGHT] = seconds_of(point->cluster, weight, true, speed);
-}
-
-static void ffn_cost(const struct plan *plan, int layer, struct sides sides, double speed, double *seconds) {
-    const struct model *model = plan->point->model;
-    const struct cluster *cluster = plan->point->cluster;
-    double experts, copies = busiest_copies(plan, layer, sides.attention_count, sides.ffn_count, &experts);
-    double tokens = shared_tokens(plan, layer, sides, copies);
-    struct work forward = model_ffn_work(model, layer, WORK_FORWARD, copies, tokens, experts);
-    struct work again = {0};
-    if (plan->memory.recompute == RECOMPUTE_FULL) again = forward;
-    if (plan->memory.recompute == RECOMPUTE_SELECTIVE)
-        again = model_ffn_selective_work(model, layer, copies, tokens);
-    seconds[PASS_FORWARD] = seconds_of(cluster, forward, false, speed);
-    seconds[PASS_RECOMPUTE] = seconds_of(cluster, again, false, speed);
-    seconds[PASS_BACKWARD] = seconds_of(
-        cluster, model_ffn_work(model, layer, WORK_BACKWARD_INPUT, copies, tokens, experts), true, speed);
-    seconds[PASS_WEIGHT] = seconds_of(
-        cluster, model_ffn_work(model, layer, WORK_BACKWARD_WEIGHT, copies, tokens, experts), true, speed);
-}
-
-/* Dispatch and combine. A backward transfer takes its forward one's ports in the other direction, so it costs
-   the same. A dense layer of a pipelined system stays on its GPU; of a disaggregated one it sends one copy.
- */
-static void transfer_cost(const struct plan *plan, int layer, struct sides sides, struct layer_cost *cost) {
-    const struct model *model = plan->point->model;
-    bool moe = model_layer_is_moe(model, layer);
-    if (!moe && is_pipelined(sides)) return;
-    int all = sides.attention_count + sides.ffn_count + sides.next_count;
-    double *shares = must_alloc((size_t)all * sizeof *shares);
-    double *loads = shares + sides.attention_count, *next_shares = loads + sides.ffn_count, kept = 0;
-    for (int i = 0; i < sides.attention_count; i++) shares[i] = 1.0 / sides.attention_count;
-    for (int i = 0; i < sides.ffn_count; i++) loads[i] = 1.0 / sides.ffn_count;
-    for (int i = 0; i < sides.next_count; i++) next_shares[i] = 1.0 / sides.next_count;
-    if (moe) expert_shares(plan, sides.ffn_count, loads);
-    for (int i = 0; i < sides.ffn_count; i++)
-        kept += loads[i]; /* below 1 where a capacity factor drops copies */
-    for (int i = 0; i < sides.ffn_count; i++) loads[i] /= kept;
-    double bytes = kept * sides.attention_count * tokens_per_gpu(plan) * model_copies(model, layer) *
-                   model_hidden_bytes(model);
-    struct ports attention = {sides.attention_gpus, shares, sides.attention_count};
-    struct ports ffn = {sides.ffn_gpus, loads, sides.ffn_count};
-    struct ports next = {sides.next_gpus, next_shares, sides.next_count};
-    cost->dispatch = cluster_exchange(plan->point->cluster, attention, ffn, bytes).seconds;
-    cost->dispatch_bytes = bytes / sides.attention_count;
-    cost->combine = cluster_exchange(plan->point->cluster, ffn, next, bytes).seconds;
-    cost->combine_bytes = bytes / sides.ffn_count;
-    free(shares);
-}
-
-struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sides sides) {
-    struct layer_cost cost = {0};
-    if (plan->point->table) {
-        table_layer_cost(plan, &cost);
-        return cost;
-    }
-    const struct cluster *cluster = plan->point->cluster;
-    attention_cost(plan, layer, cluster_slowest(cluster, sides.attention_gpus, sides.attention_count),
-                   cost.attention);
-    ffn_cost(plan, layer, sides, cluster_slowest(cluster, sides.ffn_gpus, sides.ffn_count), cost.ffn);
-    transfer_cost(plan, layer, sides, &cost);
-    return cost;
-}
-
-/* An embedding or head has no split passes: its backward is both halves. */
-static double end_cost(const struct plan *plan, enum pass pass, double tokens, double slowest, bool head) {
-    struct work (*work_of)(const struct model *, enum work_pass, double) =
-        head ? model_head_work : model_embed_work;
-    struct work work = work_of(plan->point->model, WORK_FORWARD, tokens);
-    if (pass != PASS_FORWARD)
-        work = work_add(work_of(plan->point->model, WORK_BACKWARD_INPUT, tokens),
-                        work_of(plan->point->model, WORK_BACKWARD_WEIGHT, tokens));
-    return seconds_of(plan->point->cluster, work, pass != PASS_FORWARD, slowest);
-}
-
-double plan_embed_cost(const struct plan *plan, enum pass pass, double tokens, double slowest) {
-    const struct cost_table *table = plan->point->table;
-    if (table) return pass == PASS_FORWARD ? table->embed_fwd_s : table->embed_bwd_s;
-    return end_cost(plan, pass, tokens, slowest, false);
-}
-
-double plan_head_cost(const struct plan *plan, enum pass pass, double tokens, double slowest) {
-    const struct cost_table *table = plan->point->table;
-    if (table) return pass == PASS_FORWARD ? table->head_fwd_s : table->head_bwd_s;
-    return end_cost(plan, pass, tokens, slowest, true);
-}
-
-/* ---- parameters, gradients, optimizer ---------------------------------------------------------------- */
 
 static double gradient_bytes(const struct plan *plan) {
     return plan->memory.grads == PRECISION_BF16 ? 2 : model_wide_bytes(plan->point->model);
 }
+
+struct recompute plan_recompute(const struct plan *plan, int index) {
+    struct recompute recompute = plan->memory.recompute;
+    return recompute.layers == 0 || index < recompute.layers ? recompute : (struct recompute){0};
+}
+
+/* ---- routing ----------------------------------------------------------------------------------------- */
+
+/* Share of all copies that an expert takes; they sum to less than 1 where a capacity factor drops some. */
+static double expert_share(const struct plan *plan, int expert) {
+    const struct model *model = plan->point->model;
+    double share = plan->point->routing.share[expert];
+    if (model->moe.capacity_factor <= 0) return share;
+    double copies = (double)plan->point->seq_len * model->moe.top_k;
+    return fmin(share, model_expert_capacity(model, plan->point->seq_len) / copies);
+}
+
+/* Of one GPU's experts. */
+static double gpu_share(const struct plan *plan, int gpus, int gpu) {
+    int experts = plan->point->model->moe.experts, end = plan_first_expert(experts, gpus, gpu + 1);
+    double share = 0;
+    for (int expert = plan_first_expert(experts, gpus, gpu); expert < end; expert++)
+        share += expert_share(plan, expert);
+    return share;
+}
+
+/* Copies of one micro-batch at GPU number `gpu` of a feed-forward side. */
+static struct ffn_load gpu_load(const struct plan *plan, double copies, int gpus, int gpu) {
+    int experts = plan->point->model->moe.experts, first = plan_first_expert(experts, gpus, gpu);
+    double tile = plan->point->cluster->rates[RATE_GROUPED_TILE];
+    struct ffn_load load = {.experts = plan_first_expert(experts, gpus, gpu + 1) - first};
+    for (int expert = first; expert < first + load.experts; expert++) {
+        double here = copies * expert_share(plan, expert);
+        load.copies += here;
+        load.rows += tile > 0 ? ceil(here / tile - 1e-9) * tile : here;
+    }
+    return load;
+}
+
+/* ---- layers ------------------------------------------------------------------------------------------ */
+
+static bool is_pipelined(const struct sides *sides) {
+    return sides->attention.gpus == sides->ffn.gpus;
+}
+
+/* Copies that leave the attention side in one micro-batch, before any are dropped. */
+static double all_copies(const struct plan *plan, int layer, const struct sides *sides) {
+    return sides->attention.count * plan_tokens(plan) * model_copies(plan->point->model, layer);
+}
+
+/* Tokens that pass the shared experts, or the dense FFN, of a feed-forward GPU. On separate sides a token's
+   shared experts run where its first choice runs, and first choices are spread as all copies are. */
+static double shared_tokens(const struct plan *plan, int layer, const struct sides *sides, double copies) {
+    if (is_pipelined(sides)) return plan_tokens(plan);
+    return copies / model_copies(plan->point->model, layer);
+}
+
+static struct ffn_load ffn_gpu_load(const struct plan *plan, int layer, const struct sides *sides, int gpu) {
+    double copies = all_copies(plan, layer, sides);
+    int gpus = sides->ffn.count;
+    struct ffn_load load = {.copies = copies / gpus, .rows = copies / gpus, .experts = 1};
+    if (model_layer_is_moe(plan->point->model, layer)) load = gpu_load(plan, copies, gpus, gpu);
+    load.tokens = shared_tokens(plan, layer, sides, load.copies);
+    return load;
+}
+
+static bool is_balanced(const struct plan *plan) {
+    return strcmp(plan->point->routing.text, "balanced") == 0;
+}
+
+/* The feed-forward GPU with most rows to compute (most copies of equals). Experts that are all alike leave
+   one with ⌈E ÷ N⌉ of them, which the last GPU has. */
+static struct ffn_load busiest_load(const struct plan *plan, int layer, const struct sides *sides) {
+    struct ffn_load busiest = ffn_gpu_load(plan, layer, sides, sides->ffn.count - 1);
+    if (!model_layer_is_moe(plan->point->model, layer) || is_balanced(plan)) return busiest;
+    for (int gpu = 0; gpu < sides->ffn.count - 1; gpu++) {
+        struct ffn_load load = ffn_gpu_load(plan, layer, sides, gpu);
+        if (load.rows > busiest.rows || (load.rows == busiest.rows && load.copies > busiest.copies))
+            busiest = load;
+    }
+    return busiest;
+}
+
+/* Of a table, whole forward passes alone are known: what a lower level repeats takes no time. */
+static void table_layer_cost(const struct plan *plan, struct recompute recompute, struct layer_cost *cost) {
+    const struct cost_table *table = plan->point->table;
+    cost->attention[PASS_FORWARD] = table->attn_fwd_s;
+    cost->attention[PASS_RECOMPUTE] = recompute.attention == ATTENTION_FULL ? table->attn_fwd_s : 0;
+    cost->attention[PASS_BACKWARD] = table->attn_bwd_s;
+    cost->attention[PASS_WEIGHT] = table->attn_wgrad_s;
+    cost->ffn[PASS_FORWARD] = table->ffn_fwd_s;
+    cost->ffn[PASS_RECOMPUTE] = recompute.ffn == FFN_FULL ? table->ffn_fwd_s : 0;
+    cost->ffn[PASS_BACKWARD] = table->ffn_bwd_s;
+    cost->ffn[PASS_WEIGHT] = table->ffn_wgrad_s;
+}
+
+/* Gathering the keys and values of the slowest run's sequences; scattering their gradients takes as long. */
+static double gather_seconds(const struct plan *plan, const struct side *attention) {
+    int cp = plan->parallel.cp;
+    double bytes = (double)plan->point->micro_batch_size * plan->point->seq_len *
+                   model_key_value_bytes(plan->point->model);
+    double slowest = 0;
+    for (int run = 0; cp > 1 && run < attention->count; run += cp)
+        slowest =
+            fmax(slowest, cluster_reduce_seconds(plan->point->cluster, attention->gpus + run, cp, bytes));
+    return slowest;
+}
+
+static void attention_cost(const struct plan *plan, int layer, struct recompute recompute,
+                           const struct side *side, struct layer_cost *cost) {
+    const struct model *model = plan->point->model;
+    const struct cluster *cluster = plan->point->cluster;
+    struct tokens tokens = attention_tokens(plan);
+    double speed = cluster_slowest(cluster, side->gpus, side->count), gradient = gradient_bytes(plan);
+    double overhead = cluster->rates[RATE_LAYER_OVERHEAD], gather = gather_seconds(plan, side);
+    bool full = recompute.attention == ATTENTION_FULL;
+    struct work forward = model_attention_work(model, layer, WORK_FORWARD, tokens, gradient);
+    struct work input = model_attention_work(model, layer, WORK_BACKWARD_INPUT, tokens, gradient);
+    struct work weight = model_attention_work(model, layer, WORK_BACKWARD_WEIGHT, tokens, gradient);
+    struct work again =
+        model_attention_again_work(model, layer, (enum attention_recompute)recompute.attention, tokens);
+    cost->gather[PASS_FORWARD] = gather;
+    cost->gather[PASS_RECOMPUTE] = full ? gather : 0;
+    cost->gather[PASS_BACKWARD] = 2 * gather;
+    double *seconds = cost->attention;
+    seconds[PASS_FORWARD] = seconds_of(cluster, &forward, false, speed) + overhead + gather;
+    seconds[PASS_RECOMPUTE] = seconds_of(cluster, &again, false, speed) + (full ? overhead + gather : 0);
+    seconds[PASS_BACKWARD] = seconds_of(cluster, &input, true, speed) + overhead + 2 * gather;
+    seconds[PASS_WEIGHT] = seconds_of(cluster, &weight, true, speed);
+}
+
+/* A pipelined system that recomputes all runs the whole layer again, as its checkpoint does. */
+static bool checkpoints(struct recompute recompute, const struct sides *sides) {
+    return is_pipelined(sides) && recompute.attention == ATTENTION_FULL && recompute.ffn == FFN_FULL;
+}
+
+static void ffn_cost(const struct plan *plan, int layer, struct recompute recompute,
+                     const struct sides *sides, double *seconds) {
+    const struct model *model = plan->point->model;
+    const struct cluster *cluster = plan->point->cluster;
+    double speed = cluster_slowest(cluster, sides->ffn.gpus, sides->ffn.count);
+    double gradient = gradient_bytes(plan);
+    struct ffn_load load = busiest_load(plan, layer, sides);
+    struct work forward = model_ffn_work(model, layer, WORK_FORWARD, load, gradient);
+    struct work input = model_ffn_work(model, layer, WORK_BACKWARD_INPUT, load, gradient);
+    struct work weight = model_ffn_work(model, layer, WORK_BACKWARD_WEIGHT, load, gradient);
+    struct work again = checkpoints(recompute, sides)
+                            ? forward
+                            : model_ffn_again_work(model, layer, (enum ffn_recompute)recompute.ffn, load);
+    seconds[PASS_FORWARD] = seconds_of(cluster, &forward, false, speed);
+    seconds[PASS_RECOMPUTE] = seconds_of(cluster, &again, false, speed);
+    seconds[PASS_BACKWARD] = seconds_of(cluster, &input, true, speed);
+    seconds[PASS_WEIGHT] = seconds_of(cluster, &weight, true, speed);
+}
+
+/* A dense layer of a pipelined system stays on its GPU; of a disaggregated one it sends one copy. */
+static bool has_transfers(const struct plan *plan, int layer, const struct sides *sides) {
+    return model_layer_is_moe(plan->point->model, layer) || !is_pipelined(sides);
+}
+
+/* Shares of the copies at each feed-forward GPU, and their bytes, those that a capacity factor drops left
+ * out.
+ */
+static double ffn_shares(const struct plan *plan, int layer, const struct sides *sides, double *shares) {
+    int count = sides->ffn.count;
+    bool moe = model_layer_is_moe(plan->point->model, layer);
+    double kept = 0;
+    for (int i = 0; i < count; i++) kept += shares[i] = moe ? gpu_share(plan, count, i) : 1.0 / count;
+    for (int i = 0; i < count; i++) shares[i] /= kept;
+    return kept * all_copies(plan, layer, sides) * model_hidden_bytes(plan->point->model);
+}
+
+static struct ports ports_of(const struct side *side, const double *shares) {
+    return (struct ports){side->gpus, shares, side->count, side->nics, side->nic_count};
+}
+
+/* Between the feed-forward side and `other`, whose GPUs have equal parts of the tokens; 1/parts of them. A
+   backward transfer takes its forward one's ports in the other direction, so it costs the same. */
+static struct transfer_cost leg_cost(const struct plan *plan, int layer, const struct sides *sides,
+                                     const struct side *other, bool to_ffn, int parts) {
+    if (plan->point->table) {
+        double seconds = to_ffn ? plan->point->table->dispatch_s : plan->point->table->combine_s;
+        return (struct transfer_cost){.seconds = seconds / parts};
+    }
+    if (!has_transfers(plan, layer, sides)) return (struct transfer_cost){0};
+    double *shares = must_alloc((size_t)(sides->ffn.count + other->count) * sizeof *shares);
+    double *even = shares + sides->ffn.count, bytes = ffn_shares(plan, layer, sides, shares) / parts;
+    for (int i = 0; i < other->count; i++) even[i] = 1.0 / other->count;
+    struct ports experts = ports_of(&sides->ffn, shares), tokens = ports_of(other, even);
+    struct traffic traffic =
+        cluster_exchange(plan->point->cluster, to_ffn ? tokens : experts, to_ffn ? experts : tokens, bytes);
+    free(shares);
+    return (struct transfer_cost){traffic.seconds, bytes / (to_ffn ? other->count : sides->ffn.count)};
+}
+
+struct transfer_cost plan_combine_cost(const struct plan *plan, int layer, struct sides sides, int parts) {
+    return leg_cost(plan, layer, &sides, &sides.next, false, parts);
+}
+
+struct transfer_cost plan_dispatch_cost(const struct plan *plan, int layer, struct sides sides) {
+    return leg_cost(plan, layer, &sides, &sides.attention, true, 1);
+}
+
+struct layer_cost plan_computation_cost(const struct plan *plan, int layer, struct recompute recompute,
+                                        struct sides sides) {
+    struct layer_cost cost = {0};
+    if (plan->point->table) {
+        table_layer_cost(plan, recompute, &cost);
+        return cost;
+    }
+    attention_cost(plan, layer, recompute, &sides.attention, &cost);
+    ffn_cost(plan, layer, recompute, &sides, cost.ffn);
+    return cost;
+}
+
+struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct recompute recompute,
+                                  struct sides sides) {
+    struct layer_cost cost = plan_computation_cost(plan, layer, recompute, sides);
+    cost.dispatch = plan_dispatch_cost(plan, layer, sides);
+    cost.combine = plan_combine_cost(plan, layer, sides, 1);
+    return cost;
+}
+
+/* An embedding or head has no split passes: its backward is both halves. */
+double plan_embed_cost(const struct plan *plan, bool backward, double tokens, double slowest) {
+    const struct cost_table *table = plan->point->table;
+    const struct model *model = plan->point->model;
+    if (table) return backward ? table->embed_bwd_s : table->embed_fwd_s;
+    struct work work = model_embed_work(model, backward ? WORK_BACKWARD_WEIGHT : WORK_FORWARD, tokens);
+    return seconds_of(plan->point->cluster, &work, backward, slowest);
+}
+
+double plan_head_cost(const struct plan *plan, bool backward, double tokens, double slowest) {
+    const struct cost_table *table = plan->point->table;
+    const struct model *model = plan->point->model;
+    if (table) return backward ? table->head_bwd_s : table->head_fwd_s;
+    struct work work = model_head_work(model, backward ? WORK_BACKWARD_INPUT : WORK_FORWARD, tokens, 0);
+    if (backward)
+        work = work_add(work, model_head_work(model, WORK_BACKWARD_WEIGHT, tokens, gradient_bytes(plan)));
+    return seconds_of(plan->point->cluster, &work, backward, slowest);
+}
+
+/* ---- parameters, gradients, optimizer ---------------------------------------------------------------- */
 
 static double moment_bytes(const struct plan *plan) /* both moments of one parameter */
 {
@@ -257,46 +347,52 @@ struct step_end plan_step_end(const struct plan *plan, const struct shard *shard
 
 /* ---- activations ------------------------------------------------------------------------------------- */
 
-/* `copies` arrive at the feed-forward GPU. */
-static struct layer_memory memory_of_copies(const struct plan *plan, int layer, struct sides sides,
-                                            double copies) {
+static struct layer_memory memory_of_load(const struct plan *plan, int layer, struct recompute recompute,
+                                          struct ffn_load load) {
     const struct model *model = plan->point->model;
-    enum recompute level = (enum recompute)plan->memory.recompute;
-    double tokens = tokens_per_gpu(plan);
-    double ffn_tokens = shared_tokens(plan, layer, sides, copies);
-    double routed = model_layer_is_moe(model, layer) ? copies : 0;
+    enum attention_recompute attention = (enum attention_recompute)recompute.attention;
+    enum ffn_recompute ffn = (enum ffn_recompute)recompute.ffn;
+    double tokens = plan_tokens(plan), routed = model_layer_is_moe(model, layer) ? load.copies : 0;
+    int cp = plan->parallel.cp;
     return (struct layer_memory){
         .layer_input = tokens * model_hidden_bytes(model),
-        .attention = tokens * model_attention_activation_bytes(model, layer, level),
-        .expert_input = copies * model_hidden_bytes(model),
-        .ffn = routed * model_expert_activation_bytes(model, layer, level) +
-               ffn_tokens * model_shared_activation_bytes(model, layer, level),
-        .full_attention = tokens * model_attention_activation_bytes(model, layer, RECOMPUTE_NONE),
-        .full_ffn = routed * model_expert_activation_bytes(model, layer, RECOMPUTE_NONE) +
-                    ffn_tokens * model_shared_activation_bytes(model, layer, RECOMPUTE_NONE),
+        .attention = tokens * model_attention_activation_bytes(model, layer, attention),
+        .gathered = cp > 1 ? tokens * cp * model_key_value_bytes(model) : 0,
+        .expert_input = load.copies * model_hidden_bytes(model),
+        .ffn = routed * model_expert_activation_bytes(model, layer, ffn) +
+               load.tokens * model_shared_activation_bytes(model, layer, ffn),
+        .full_attention = tokens * model_attention_activation_bytes(model, layer, ATTENTION_NONE),
+        .full_ffn = routed * model_expert_activation_bytes(model, layer, FFN_NONE) +
+                    load.tokens * model_shared_activation_bytes(model, layer, FFN_NONE),
     };
 }
 
-struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct sides sides) {
-    double experts, busiest = busiest_copies(plan, layer, sides.attention_count, sides.ffn_count, &experts);
-    return memory_of_copies(plan, layer, sides, busiest);
+/* Most copies, which may be elsewhere than most rows. */
+struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct recompute recompute,
+                                      struct sides sides) {
+    struct ffn_load fullest = busiest_load(plan, layer, &sides);
+    for (int gpu = 0; !is_balanced(plan) && gpu < sides.ffn.count; gpu++) {
+        struct ffn_load load = ffn_gpu_load(plan, layer, &sides, gpu);
+        if (load.copies > fullest.copies) fullest = load;
+    }
+    return memory_of_load(plan, layer, recompute, fullest);
 }
 
-struct layer_memory plan_gpu_layer_memory(const struct plan *plan, int layer, struct sides sides,
-                                          int ffn_gpu) {
-    double copies = sides.attention_count * tokens_per_gpu(plan) * model_copies(plan->point->model, layer);
-    double *shares = must_alloc((size_t)sides.ffn_count * sizeof *shares);
-    expert_shares(plan, sides.ffn_count, shares);
-    copies *= model_layer_is_moe(plan->point->model, layer) ? shares[ffn_gpu] : 1.0 / sides.ffn_count;
-    free(shares);
-    return memory_of_copies(plan, layer, sides, copies);
+struct layer_memory plan_gpu_layer_memory(const struct plan *plan, int layer, struct recompute recompute,
+                                          struct sides sides, int ffn_gpu) {
+    return memory_of_load(plan, layer, recompute, ffn_gpu_load(plan, layer, &sides, ffn_gpu));
+}
+
+double plan_usable_memory(const struct point *point) {
+    if (point->table) return INFINITY;
+    return point->cluster->gpu.memory_bytes - point->cluster->rates[RATE_MEMORY_RESERVE];
 }
 
 /* ---- sizes ------------------------------------------------------------------------------------------- */
 
 void plan_resize(struct plan *plan, int replicas, int replica_gpus, int attention_gpus) {
     const struct point *point = plan->point;
-    double per_micro_batch = (double)attention_gpus * point->micro_batch_size;
+    double per_micro_batch = (double)attention_gpus / plan->parallel.cp * point->micro_batch_size;
     plan->replicas = replicas;
     if (point->global_batch) {
         /* More replicas than micro-batches would leave some without work. */
@@ -316,4 +412,16 @@ bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus) {
     if (replicas < 1) return false;
     plan_resize(plan, replicas, replica_gpus, attention_gpus);
     return true;
+}
+
+bool plan_check_cp(const struct plan *plan, int attention_gpus, const char *gpus_key, struct errors *errors) {
+    int cp = plan->parallel.cp, before = errors->count;
+    if (attention_gpus % cp != 0)
+        errors_add(errors, NULL, "parallel.cp", "found %d; a divisor of %s %d is allowed", cp, gpus_key,
+                   attention_gpus);
+    if (cp > 1 && plan->point->seq_len % (2 * cp) != 0)
+        errors_add(errors, NULL, "parallel.cp",
+                   "found %d with seq_len %d; a multiple of 2 × cp tokens a sequence is allowed", cp,
+                   plan->point->seq_len);
+    return errors->count == before;
 }

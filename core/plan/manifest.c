@@ -2,9 +2,9 @@
 Reading an experiment manifest into points.
 
 The manifest, with its model and cluster files put in place of their paths, is one JSON document. --set
-changes that document, a sweep changes copies of it, and each copy is read strictly through the same tables:
-so an override and a sweep value are checked like anything else, and an error names the key as the user wrote
-it.
+changes that document, a sweep changes copies of it, per_system changes copies of those, and each copy is read
+strictly through the same tables: so whatever sets a value, it is checked like anything else, and an error
+names the key as the user wrote it.
 */
 #include "plan/plan.h"
 
@@ -20,53 +20,109 @@ static bool is_auto(struct json value) {
     return cJSON_IsString(value.node) && strcmp(value.node->valuestring, "auto") == 0;
 }
 
+/* Words for what both sides recompute, in all layers. */
+static const struct {
+    const char *word;
+    struct recompute meaning;
+} recompute_words[] = {{"none", {ATTENTION_NONE, FFN_NONE, 0}},
+                       {"selective", {ATTENTION_NORMS, FFN_ACTIVATION, 0}},
+                       {"full", {ATTENTION_FULL, FFN_FULL, 0}}};
+
+struct raw_memory {
+    struct memory memory;
+    struct json recompute;
+};
+
 #define PARALLEL_FIELD(name)                                                                                 \
     { #name, JSON_INT, offsetof(struct parallel, name), false, 1, 1 << 20, NULL }
 
-/* Each key of parallel may be left out or "auto" by itself: then that one is searched. */
-static bool read_parallel(struct json value, struct parallel *parallel) {
-    static const struct json_field fields[] = {PARALLEL_FIELD(pp),        PARALLEL_FIELD(vpp),
-                                               PARALLEL_FIELD(ep),        PARALLEL_FIELD(groups),
-                                               PARALLEL_FIELD(attn_gpus), PARALLEL_FIELD(ffn_gpus)};
-    *parallel = (struct parallel){0};
-    if (!value.node || is_auto(value)) return false;
+/* Reads the keys that are not "auto" by themselves, as if the others were not there. */
+static void read_given(struct json value, const struct json_field *fields, int count, void *target) {
     cJSON *copy = cJSON_Duplicate(value.node, true), *next;
     for (cJSON *child = copy->child; child; child = next) {
         next = child->next;
         if (is_auto((struct json){.node = child})) cJSON_Delete(cJSON_DetachItemViaPointer(copy, child));
     }
-    struct json chosen = value;
-    chosen.node = copy;
-    json_read_fields(chosen, fields, COUNT(fields), parallel);
+    struct json given = value;
+    given.node = copy;
+    json_read_fields(given, fields, count, target);
     cJSON_Delete(copy);
-    return true;
 }
 
-static bool read_memory(struct json value, struct memory *memory) {
+/* Whether the manifest gives a key: it is there and not "auto". */
+static bool is_given(struct json value, const char *key) {
+    cJSON *member = cJSON_GetObjectItemCaseSensitive(value.node, key);
+    return member && !is_auto((struct json){.node = member});
+}
+
+static void read_parallel(struct json value, struct parallel *parallel) {
     static const struct json_field fields[] = {
-        {"recompute", JSON_CHOICE, offsetof(struct memory, recompute), false, 0, 0, RECOMPUTE_CHOICES},
-        {"expert_input", JSON_CHOICE, offsetof(struct memory, expert_input), false, 0, 0, INPUT_CHOICES},
-        {"grads", JSON_CHOICE, offsetof(struct memory, grads), false, 0, 0, PRECISION_CHOICES},
-        {"moments", JSON_CHOICE, offsetof(struct memory, moments), false, 0, 0, PRECISION_CHOICES},
-        {"zero", JSON_INT, offsetof(struct memory, zero), false, 0, 3, NULL},
-        {"offload", JSON_BOOL, offsetof(struct memory, offload), false, 0, 0, NULL},
+        PARALLEL_FIELD(pp),        PARALLEL_FIELD(vpp),       PARALLEL_FIELD(ep),
+        PARALLEL_FIELD(groups),    PARALLEL_FIELD(attn_gpus), PARALLEL_FIELD(ffn_gpus),
+        PARALLEL_FIELD(attn_nics), PARALLEL_FIELD(ffn_nics),  PARALLEL_FIELD(cp)};
+    *parallel = (struct parallel){0};
+    if (value.node && !is_auto(value)) read_given(value, fields, COUNT(fields), parallel);
+}
+
+/* One word, or an object of both sides. */
+static void read_recompute(struct json value, struct recompute *recompute) {
+    static const struct json_field fields[] = {
+        {"attention", JSON_CHOICE, offsetof(struct recompute, attention), false, 0, 0, ATTENTION_CHOICES},
+        {"ffn", JSON_CHOICE, offsetof(struct recompute, ffn), false, 0, 0, FFN_CHOICES},
+        {"layers", JSON_INT, offsetof(struct recompute, layers), false, 1, 1 << 20, NULL}};
+    if (!cJSON_IsString(value.node)) {
+        json_read_fields(value, fields, COUNT(fields), recompute);
+        return;
+    }
+    for (size_t i = 0; i < COUNT(recompute_words); i++)
+        if (strcmp(value.node->valuestring, recompute_words[i].word) == 0) {
+            *recompute = recompute_words[i].meaning;
+            return;
+        }
+    json_error(value, "must be one of auto|none|selective|full, or an object of attention, ffn and layers");
+}
+
+const char *recompute_word(struct recompute recompute) {
+    for (size_t i = 0; i < COUNT(recompute_words); i++) {
+        struct recompute meaning = recompute_words[i].meaning;
+        bool nothing = !meaning.attention && !meaning.ffn; /* in how many layers does not matter */
+        if (recompute.attention == meaning.attention && recompute.ffn == meaning.ffn &&
+            (nothing || recompute.layers == 0))
+            return recompute_words[i].word;
+    }
+    return NULL;
+}
+
+/* What of memory is given, and whether it says "auto". */
+static void read_memory(struct json value, struct point *point) {
+    static const struct json_field fields[] = {
+        {"recompute", JSON_VALUE, offsetof(struct raw_memory, recompute), false, 0, 0, NULL},
+        {"expert_input", JSON_CHOICE, offsetof(struct raw_memory, memory.expert_input), false, 0, 0,
+         INPUT_CHOICES},
+        {"grads", JSON_CHOICE, offsetof(struct raw_memory, memory.grads), false, 0, 0, PRECISION_CHOICES},
+        {"moments", JSON_CHOICE, offsetof(struct raw_memory, memory.moments), false, 0, 0, PRECISION_CHOICES},
+        {"zero", JSON_INT, offsetof(struct raw_memory, memory.zero), false, 0, 3, NULL},
+        {"offload", JSON_BOOL, offsetof(struct raw_memory, memory.offload), false, 0, 0, NULL},
     };
-    *memory = (struct memory){0};
-    if (!value.node || is_auto(value)) return false;
-    json_read_fields(value, fields, COUNT(fields), memory);
-    return true;
+    struct raw_memory raw = {0};
+    point->auto_memory = value.node && is_auto(value);
+    if (!value.node || point->auto_memory) return;
+    read_given(value, fields, COUNT(fields), &raw);
+    for (size_t i = 0; i < COUNT(fields); i++)
+        if (is_given(value, fields[i].key)) point->memory_given |= 1 << i; /* in the order of memory_key */
+    /* From the manifest itself: what read_given read of it is gone. */
+    if (raw.recompute.node) read_recompute(json_member(value, "recompute"), &raw.memory.recompute);
+    point->memory = raw.memory;
 }
 
-static bool read_order(struct json value, struct order *order) {
+static void read_order(struct json value, struct order *order) {
     static const struct json_field fields[] = {
-        {"wave", JSON_INT, offsetof(struct order, wave), true, 1, 1 << 20, NULL},
-        {"waves_in_flight", JSON_INT, offsetof(struct order, waves_in_flight), true, 1, 1 << 20, NULL},
+        {"wave", JSON_INT, offsetof(struct order, wave), false, 1, 1 << 20, NULL},
+        {"waves_in_flight", JSON_INT, offsetof(struct order, waves_in_flight), false, 1, 1 << 20, NULL},
         {"prefer", JSON_CHOICE, offsetof(struct order, prefer), false, 0, 0, PREFER_CHOICES},
     };
-    *order = (struct order){.prefer = PREFER_WAVE};
-    if (!value.node || is_auto(value)) return false;
-    json_read_fields(value, fields, COUNT(fields), order);
-    return true;
+    *order = (struct order){.prefer = PREFER_OPEN};
+    if (value.node && !is_auto(value)) read_given(value, fields, COUNT(fields), order);
 }
 
 #define TRAIN_REAL(name, max)                                                                                \
@@ -171,11 +227,28 @@ static void read_routing(struct json value, const char *manifest, int experts, s
     normalise(routing->share, experts);
 }
 
+/* ---- files that could not be read ---------------------------------------------------------------------- */
+
+/* Stands where a model or a cluster should: its file was wrong, which has been said, and nothing more is said
+   of what would have been in it. No text of a user's parses to a raw node. */
+static cJSON *unread(void) {
+    return cJSON_CreateRaw("unread");
+}
+
+static bool is_unread(const cJSON *node) {
+    return cJSON_IsRaw(node);
+}
+
+static bool is_there(struct json value) {
+    return value.node && !is_unread(value.node);
+}
+
 /* ---- one point --------------------------------------------------------------------------------------- */
 
 struct raw_point {
     struct point point;
-    struct json model, cluster, systems, parallel, memory, order, placement, routing, costs, train, sweep;
+    struct json model, cluster, systems, parallel, memory, order, placement, routing, costs, train;
+    struct json sweep, per_system; /* taken out of a point's document before it is read */
     const char *name;
 };
 
@@ -205,7 +278,8 @@ static void read_systems(struct json value, struct point *point) {
 
 static void read_placement(struct json value, struct point *point) {
     point->auto_placement = value.node && is_auto(value);
-    if (!value.node || point->auto_placement) return;
+    point->placement_given = value.node && !point->auto_placement;
+    if (!point->placement_given) return;
     if (cJSON_IsString(value.node) && strcmp(value.node->valuestring, "split-nodes") == 0)
         point->placement = PLACEMENT_SPLIT;
     else if (cJSON_IsString(value.node) && strcmp(value.node->valuestring, "mixed-nodes") == 0)
@@ -228,11 +302,13 @@ static bool read_point(struct json manifest, const char *label, struct point *po
         RAW(memory, false),
         RAW(order, false),
         RAW(placement, false),
+        {"head", JSON_CHOICE, offsetof(struct raw_point, point.head), false, 0, 0, HEAD_CHOICES},
         RAW(routing, false),
         POINT_INT(seed, false, 0, 2147483647),
         RAW(costs, false),
         RAW(train, false),
-        RAW(sweep, false)};
+        RAW(sweep, false),
+        RAW(per_system, false)};
     int before = manifest.errors->count;
     struct raw_point raw = {.point = {.micro_batch_size = 1, .seed = 1}, .name = "unnamed"};
     if (!cJSON_IsObject(manifest.node)) {
@@ -251,75 +327,245 @@ static bool read_point(struct json manifest, const char *label, struct point *po
     if (raw.systems.node) read_systems(raw.systems, point);
     point->model = arena_alloc(manifest.arena, sizeof *point->model);
     point->cluster = arena_alloc(manifest.arena, sizeof *point->cluster);
-    bool model = raw.model.node && model_read(raw.model, point->model);
-    if (raw.cluster.node) cluster_read(raw.cluster, point->cluster);
-    bool parallel = read_parallel(raw.parallel, &point->parallel);
-    bool memory = read_memory(raw.memory, &point->memory);
-    /* Where the layout is given, memory and placement default to fixed values; else they are searched as
-     * well. */
-    point->auto_memory = !memory && (!parallel || raw.memory.node);
-    point->auto_order = !read_order(raw.order, &point->order);
-    if (!raw.placement.node)
-        point->auto_placement = !parallel;
-    else
-        read_placement(raw.placement, point);
+    bool model = is_there(raw.model) && model_read(raw.model, point->model);
+    if (is_there(raw.cluster)) cluster_read(raw.cluster, point->cluster);
+    read_parallel(raw.parallel, &point->parallel);
+    read_memory(raw.memory, point);
+    read_order(raw.order, &point->order);
+    read_placement(raw.placement, point);
     raw.routing.arena = manifest.arena;
     if (model) read_routing(raw.routing, manifest.file, point->model->moe.experts, &point->routing);
     point->table = read_costs(raw.costs);
     raw.train.arena = manifest.arena;
     point->training = read_training(raw.train, manifest.file);
-    if (point->table) point->auto_memory = false; /* memory is not enforced then */
     return manifest.errors->count == before;
 }
 
 /* ---- documents --------------------------------------------------------------------------------------- */
 
+static void note_file(struct experiment *experiment, const char *file) {
+    for (int i = 0; i < experiment->file_count; i++)
+        if (strcmp(experiment->files[i], file) == 0) return;
+    const char **files = arena_alloc(experiment->arena, (size_t)(experiment->file_count + 1) * sizeof *files);
+    for (int i = 0; i < experiment->file_count; i++) files[i] = experiment->files[i];
+    files[experiment->file_count++] = file;
+    experiment->files = files;
+}
+
+/* What all that changes a document needs: the experiment, and --set. */
+struct reader {
+    struct experiment *experiment;
+    const struct override *overrides;
+    int override_count;
+};
+
 /* Puts the file's object where a path stands. The reader of a model or cluster sees the object alone. */
-static void load_in_place(cJSON *manifest, const char *key, const char *file, struct arena *arena,
-                          struct errors *errors) {
-    cJSON *item = cJSON_GetObjectItemCaseSensitive(manifest, key);
+static void load_in_place(const struct reader *reader, struct json document, const char *key) {
+    cJSON *item = cJSON_GetObjectItemCaseSensitive(document.node, key);
     if (!cJSON_IsString(item)) return;
-    struct json loaded = json_read_file(path_beside(arena, file, item->valuestring), arena, errors);
-    if (loaded.node)
-        cJSON_ReplaceItemInObjectCaseSensitive(manifest, key, loaded.node);
-    else
-        cJSON_ReplaceItemInObjectCaseSensitive(manifest, key, cJSON_CreateNull());
+    const char *file = path_beside(document.arena, document.file, item->valuestring);
+    note_file(reader->experiment, file);
+    struct json loaded = json_read_file(file, document.arena, document.errors);
+    cJSON_ReplaceItemInObjectCaseSensitive(document.node, key, loaded.node ? loaded.node : unread());
 }
 
-static bool set_value(cJSON *manifest, const char *path, cJSON *value, const char *file, struct arena *arena,
-                      struct errors *errors) {
-    if (!json_set_path(manifest, path, value)) {
-        errors_add(errors, file, path, "no such place: a part before the last key is not an object");
-        cJSON_Delete(value);
-        return false;
+/* ---- setting a path ---------------------------------------------------------------------------------- */
+
+/* One key of a document and its value: from a sweep or per_system. */
+struct setting {
+    const char *path;
+    const cJSON *value;
+    int number; /* of a sweep's value in its list */
+};
+
+/* Of parts of a path: more than any key lies below. */
+#define DEEPEST 32
+
+static int depth_of(const char *path) {
+    int depth = 0;
+    for (; *path && depth <= DEEPEST; path++) depth += *path == '.';
+    return depth;
+}
+
+/* How many dots of a path part its keys: `sweep` and `per_system` hold paths themselves. */
+static int parts_before_a_path(const char *path) {
+    return strncmp(path, "sweep.", 6) == 0 ? 1 : strncmp(path, "per_system.", 11) == 0 ? 2 : 1 << 20;
+}
+
+/* The object below `object` for one part of a path. Where there is none, none is set or the choice is left to
+   the tuner, it is made: setting a part of something sets that part alone. NULL where something else stands.
+ */
+static cJSON *part_of(cJSON *object, const char *part) {
+    cJSON *item = cJSON_GetObjectItemCaseSensitive(object, part);
+    if (cJSON_IsObject(item) || is_unread(item)) return item;
+    if (item && !cJSON_IsNull(item) && !is_auto((struct json){.node = item})) return NULL;
+    if (item) cJSON_DeleteItemFromObjectCaseSensitive(object, part);
+    return cJSON_AddObjectToObject(object, part);
+}
+
+/* Takes the value. */
+static void set_value(const struct reader *reader, struct json document, const char *path, cJSON *value) {
+    const char *rest = path;
+    cJSON *object = document.node;
+    int parts = parts_before_a_path(path);
+    for (const char *dot; parts-- > 0 && (dot = strchr(rest, '.')); rest = dot + 1) {
+        char *part = arena_printf(document.arena, "%.*s", (int)(dot - rest), rest);
+        cJSON *below = depth_of(path) <= DEEPEST ? part_of(object, part) : NULL;
+        if (!below)
+            errors_add(document.errors, document.file, path, "no such place: %.*s is %.40s, not an object",
+                       (int)(dot - path), path,
+                       json_text(document.arena, cJSON_GetObjectItemCaseSensitive(object, part)));
+        if (!below || is_unread(below)) {
+            cJSON_Delete(value);
+            return;
+        }
+        object = below;
     }
-    if (strcmp(path, "model") == 0 || strcmp(path, "cluster") == 0)
-        load_in_place(manifest, path, file, arena, errors);
-    return true;
+    if (cJSON_GetObjectItemCaseSensitive(object, rest))
+        cJSON_ReplaceItemInObjectCaseSensitive(object, rest, value);
+    else
+        cJSON_AddItemToObject(object, rest, value);
+    if (strcmp(path, "model") == 0 || strcmp(path, "cluster") == 0) load_in_place(reader, document, path);
 }
 
-static void apply_override(cJSON *manifest, struct override override, const char *file, struct arena *arena,
-                           struct errors *errors) {
+static void apply_override(const struct reader *reader, struct json document, struct override override) {
     struct errors ignored = {0};
-    struct json value = json_read_text(override.value, strlen(override.value), "--set", arena, &ignored);
+    struct json value =
+        json_read_text(override.value, strlen(override.value), "--set", document.arena, &ignored);
     errors_free(&ignored);
     cJSON *node = value.node ? value.node : cJSON_CreateString(override.value);
     /* A swept key that is set by hand is no longer swept. */
-    cJSON *sweep = cJSON_GetObjectItemCaseSensitive(manifest, "sweep");
+    cJSON *sweep = cJSON_GetObjectItemCaseSensitive(document.node, "sweep");
     if (sweep) cJSON_DeleteItemFromObjectCaseSensitive(sweep, override.path);
-    set_value(manifest, override.path, node, file, arena, errors);
+    set_value(reader, document, override.path, node);
 }
+
+static bool is_below(const char *path, const char *above) {
+    size_t length = strlen(above);
+    return strncmp(path, above, length) == 0 && path[length] == '.';
+}
+
+/* Short paths first: a model must not replace what is set in it. Then --set once more, where it changes what
+   was put in place just now: model.layers of each swept model. */
+static void apply_settings(const struct reader *reader, struct json document, const struct setting *settings,
+                           int count) {
+    int deepest = 0;
+    for (int i = 0; i < count; i++)
+        if (depth_of(settings[i].path) > deepest) deepest = depth_of(settings[i].path);
+    for (int depth = 0; depth <= deepest; depth++)
+        for (int i = 0; i < count; i++)
+            if (depth_of(settings[i].path) == depth)
+                set_value(reader, document, settings[i].path, cJSON_Duplicate(settings[i].value, true));
+    for (int k = 0; k < reader->override_count; k++) {
+        bool below = false;
+        for (int i = 0; i < count; i++) below |= is_below(reader->overrides[k].path, settings[i].path);
+        if (below) apply_override(reader, document, reader->overrides[k]);
+    }
+}
+
+/* ---- per_system -------------------------------------------------------------------------------------- */
+
+/* What is the same for all systems of a point. */
+static bool is_common(const char *path) {
+    static const char *const common[] = {"name", "systems", "sweep", "per_system"};
+    for (size_t i = 0; i < COUNT(common); i++)
+        if (strcmp(path, common[i]) == 0 || is_below(path, common[i])) return true;
+    return false;
+}
+
+static bool runs_system(const struct point *point, const char *name) {
+    for (int k = 0; k < point->system_count; k++)
+        if (strcmp(point->systems[k], name) == 0) return true;
+    return point->system_count == 0; /* what is wrong with them has been said */
+}
+
+static void add_not_run(struct json its, const struct point *point) {
+    struct text names = {0};
+    for (int k = 0; k < point->system_count; k++) text_add(&names, "%s%s", k ? ", " : "", point->systems[k]);
+    errors_add(its.errors, its.file, its.path, "no system of this manifest; allowed: %s", names.text);
+    free(names.text);
+}
+
+static void check_per_system(struct json per_system, const struct point *point) {
+    if (!cJSON_IsObject(per_system.node)) {
+        json_error(per_system, "must be an object of systems, each with an object of paths and their values");
+        return;
+    }
+    for (cJSON *system = per_system.node->child; system; system = system->next) {
+        struct json its = json_member(per_system, system->string);
+        if (!runs_system(point, system->string)) add_not_run(its, point);
+        if (!cJSON_IsObject(system)) {
+            json_error(its, "must be an object of paths and their values");
+            continue;
+        }
+        for (cJSON *child = system->child; child; child = child->next)
+            if (is_common(child->string))
+                errors_add(its.errors, its.file, json_member(its, child->string).path,
+                           "cannot differ between the systems of a point");
+    }
+}
+
+/* An error in what per_system sets is named as the user wrote it; one that the point has without it as well
+   has been told; any other is of how the two go together. */
+static void add_variant_error(struct json document, const char *system, const cJSON *its,
+                              const char *message) {
+    const char *file = document.file, *path = message;
+    size_t length = strlen(file);
+    if (strncmp(message, file, length) != 0 || strncmp(message + length, ": ", 2) != 0) {
+        errors_add(document.errors, NULL, NULL, "%s", message); /* of another file */
+        return;
+    }
+    for (int i = 0; i < document.errors->count; i++)
+        if (strcmp(document.errors->messages[i], message) == 0) return;
+    path += length + 2;
+    for (const cJSON *child = its->child; child; child = child->next) {
+        size_t set = strlen(child->string);
+        if (strncmp(path, child->string, set) == 0 && strchr(":.[", path[set])) {
+            errors_add(document.errors, file, NULL, "per_system.%s.%s", system, path);
+            return;
+        }
+    }
+    errors_add(document.errors, file, NULL, "per_system.%s: %s", system, path);
+}
+
+/* The point as one system runs it. */
+static struct point *read_variant(const struct reader *reader, struct json document, const char *system,
+                                  const cJSON *its, const char *label) {
+    struct errors found = {0};
+    struct json copy = document;
+    copy.node = cJSON_Duplicate(document.node, true);
+    copy.errors = &found;
+    struct setting *settings = must_alloc((size_t)cJSON_GetArraySize(its) * sizeof *settings);
+    int count = 0;
+    for (const cJSON *child = its->child; child; child = child->next)
+        settings[count++] = (struct setting){child->string, child, 0};
+    apply_settings(reader, copy, settings, count);
+    struct point *variant = arena_alloc(document.arena, sizeof *variant);
+    read_point(copy, label, variant);
+    variant->own = json_text(document.arena, its);
+    for (int i = 0; i < found.count; i++) add_variant_error(document, system, its, found.messages[i]);
+    errors_free(&found);
+    free(settings);
+    cJSON_Delete(copy.node);
+    return variant;
+}
+
+/* ---- a sweep's points -------------------------------------------------------------------------------- */
 
 static int sweep_size(struct json sweep) {
     double size = 1;
-    int index = 0;
     if (!cJSON_IsObject(sweep.node)) {
         json_error(sweep, "must be an object of paths, each with a list of values");
         return 0;
     }
-    for (cJSON *axis = sweep.node->child; axis; axis = axis->next, index++) {
+    for (cJSON *axis = sweep.node->child; axis; axis = axis->next) {
+        struct json values = json_member(sweep, axis->string);
+        if (strcmp(axis->string, "sweep") == 0 || is_below(axis->string, "sweep")) {
+            json_error(values, "a sweep cannot be swept");
+            return 0;
+        }
         if (!cJSON_IsArray(axis) || !axis->child) {
-            json_error(json_member(sweep, axis->string), "must be a list of at least one value");
+            json_error(values, "must be a list of at least one value");
             return 0;
         }
         size *= cJSON_GetArraySize(axis);
@@ -332,110 +578,119 @@ static int sweep_size(struct json sweep) {
 }
 
 /* "seq_len=4096 model=models/a.json" */
-static void add_to_label(struct text *label, const char *path, const cJSON *value) {
-    char *printed = cJSON_PrintUnformatted(value);
-    text_add(label, "%s%s=%s", label->length ? " " : "", path,
-             cJSON_IsString(value) ? value->valuestring : printed);
-    free(printed);
-}
-
-/* --set changes what a sweep puts in place as well: model.layers of each swept model. */
-static bool is_below_axis(const char *path, const cJSON *sweep) {
-    for (const cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next) {
-        size_t length = strlen(axis->string);
-        if (strncmp(path, axis->string, length) == 0 && path[length] == '.') return true;
-    }
-    return false;
-}
-
-struct swept {
-    const char *path;
-    const cJSON *value;
-};
-
-static int depth_of(const char *path) {
-    int depth = 0;
-    for (; *path; path++) depth += *path == '.';
-    return depth;
-}
-
-/* Point number `index` of the product: the last axis changes fastest. */
-static void read_sweep_point(struct json document, cJSON *sweep, const struct override *overrides,
-                             int override_count, int index, struct point *point) {
-    cJSON *manifest = cJSON_Duplicate(document.node, true);
-    cJSON_DeleteItemFromObjectCaseSensitive(manifest, "sweep");
+static const char *label_of(struct arena *arena, const struct swept *swept, const struct setting *settings,
+                            int count) {
     struct text label = {0};
+    for (int i = 0; i < count; i++) {
+        const cJSON *value = settings[i].value;
+        text_add(&label, "%s%s=%s", i ? " " : "", swept[i].path,
+                 cJSON_IsString(value) ? value->valuestring : swept[i].value);
+    }
+    const char *kept = label.text ? arena_strdup(arena, label.text) : "";
+    free(label.text);
+    return kept;
+}
+
+/* The sweep's values at point number `index` of the product, the last axis changing fastest; room for one an
+   axis. Returns their number. */
+static int values_at(const cJSON *sweep, int index, struct setting *settings) {
     int stride = 1, used = 0;
-    struct swept *swept = must_alloc((size_t)(sweep ? cJSON_GetArraySize(sweep) + 1 : 1) * sizeof *swept);
-    for (cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next)
+    for (const cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next)
         stride *= cJSON_GetArraySize(axis);
-    for (cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next) {
+    for (const cJSON *axis = sweep ? sweep->child : NULL; axis; axis = axis->next) {
         int count = cJSON_GetArraySize(axis);
         stride /= count;
-        cJSON *value = cJSON_GetArrayItem(axis, index / stride % count);
-        add_to_label(&label, axis->string, value);
-        /* Short paths first: a swept model must not replace what another axis sets in it. */
-        struct swept one = {axis->string, value};
-        int at = used++;
-        for (; at > 0 && depth_of(swept[at - 1].path) > depth_of(one.path); at--) swept[at] = swept[at - 1];
-        swept[at] = one;
+        int number = index / stride % count;
+        settings[used++] = (struct setting){axis->string, cJSON_GetArrayItem(axis, number), number};
     }
-    for (int i = 0; i < used; i++)
-        set_value(manifest, swept[i].path, cJSON_Duplicate(swept[i].value, true), document.file,
-                  document.arena, document.errors);
-    free(swept);
-    for (int i = 0; i < override_count; i++)
-        if (is_below_axis(overrides[i].path, sweep))
-            apply_override(manifest, overrides[i], document.file, document.arena, document.errors);
+    return used;
+}
+
+/* Reads the point of a document that has its sweep's values, and each system's variant of it. */
+static void read_with_variants(const struct reader *reader, struct json document, struct point *point) {
+    struct point own = *point; /* what the sweep says of it */
+    struct json per_system = json_member(document, "per_system");
+    cJSON *settings = cJSON_DetachItemFromObjectCaseSensitive(document.node, "per_system");
+    read_point(document, own.label, point);
+    point->variants =
+        arena_alloc(document.arena, (size_t)(point->system_count + 1) * sizeof *point->variants);
+    if (settings) check_per_system(per_system, point);
+    for (int k = 0; k < point->system_count; k++) {
+        const cJSON *its = cJSON_GetObjectItemCaseSensitive(settings, point->systems[k]);
+        point->variants[k] = cJSON_IsObject(its) && its->child
+                                 ? read_variant(reader, document, point->systems[k], its, own.label)
+                                 : point;
+    }
+    for (int k = -1; k < point->system_count; k++) {
+        struct point *variant = k < 0 ? point : point->variants[k];
+        variant->index = own.index;
+        variant->swept = own.swept;
+        variant->swept_count = own.swept_count;
+        variant->variants = point->variants;
+    }
+    cJSON_Delete(settings);
+}
+
+static void read_sweep_point(const struct reader *reader, struct json document, const cJSON *sweep, int index,
+                             struct point *point) {
+    int axes = sweep ? cJSON_GetArraySize(sweep) : 0;
+    struct setting *settings = must_alloc((size_t)(axes + 1) * sizeof *settings);
+    struct swept *swept = arena_alloc(document.arena, (size_t)(axes + 1) * sizeof *swept);
     struct json whole = document;
-    whole.node = manifest;
-    read_point(whole, label.text ? arena_strdup(document.arena, label.text) : "", point);
-    free(label.text);
-    cJSON_Delete(manifest);
+    whole.node = cJSON_Duplicate(document.node, true);
+    cJSON_DeleteItemFromObjectCaseSensitive(whole.node, "sweep");
+    int count = values_at(sweep, index, settings);
+    for (int i = 0; i < count; i++)
+        swept[i] = (struct swept){arena_strdup(document.arena, settings[i].path),
+                                  json_text(document.arena, settings[i].value), settings[i].number};
+    *point = (struct point){.index = index,
+                            .swept = swept,
+                            .swept_count = count,
+                            .label = label_of(document.arena, swept, settings, count)};
+    apply_settings(reader, whole, settings, count);
+    read_with_variants(reader, whole, point);
+    free(settings);
+    cJSON_Delete(whole.node);
 }
 
 /* Takes the document's tree. */
-static bool read_document(struct json document, const struct override *overrides, int override_count,
-                          struct experiment *experiment) {
-    struct errors *errors = document.errors;
-    int before = errors->count;
+static bool read_document(struct json document, const struct reader *reader) {
+    struct experiment *experiment = reader->experiment;
+    int before = document.errors->count;
     if (!document.node) return false;
     if (!cJSON_IsObject(document.node)) {
         json_error(document, "must be an object");
         cJSON_Delete(document.node);
         return false;
     }
-    const char *file = document.file;
-    /* So that --set train.steps=5 has its place in a manifest that was written for the simulator. */
-    if (!cJSON_GetObjectItemCaseSensitive(document.node, "train"))
-        cJSON_AddObjectToObject(document.node, "train");
-    load_in_place(document.node, "model", file, document.arena, errors);
-    load_in_place(document.node, "cluster", file, document.arena, errors);
-    for (int i = 0; i < override_count; i++)
-        apply_override(document.node, overrides[i], file, document.arena, errors);
+    note_file(experiment, document.file);
+    load_in_place(reader, document, "model");
+    load_in_place(reader, document, "cluster");
+    for (int i = 0; i < reader->override_count; i++) apply_override(reader, document, reader->overrides[i]);
     struct json sweep = json_member(document, "sweep");
     int count = sweep.node ? sweep_size(sweep) : 1;
     experiment->points =
         arena_alloc(document.arena, (size_t)(count ? count : 1) * sizeof *experiment->points);
     experiment->point_count = count;
-    for (int i = 0; i < count; i++)
-        read_sweep_point(document, sweep.node, overrides, override_count, i, &experiment->points[i]);
+    for (int i = 0; i < count; i++) read_sweep_point(reader, document, sweep.node, i, &experiment->points[i]);
     cJSON_Delete(document.node);
-    return errors->count == before;
+    return document.errors->count == before;
 }
 
 bool experiment_read(const char *file, const struct override *overrides, int override_count,
                      struct experiment *experiment, struct errors *errors) {
     *experiment = (struct experiment){.file = file, .arena = arena_new()};
     struct json document = json_read_file(file, experiment->arena, errors);
-    return read_document(document, overrides, override_count, experiment);
+    struct reader reader = {experiment, overrides, override_count};
+    return read_document(document, &reader);
 }
 
 bool experiment_read_text(const char *text, const char *file, struct experiment *experiment,
                           struct errors *errors) {
     *experiment = (struct experiment){.file = file, .arena = arena_new()};
     struct json document = json_read_text(text, strlen(text), file, experiment->arena, errors);
-    return read_document(document, NULL, 0, experiment);
+    struct reader reader = {.experiment = experiment};
+    return read_document(document, &reader);
 }
 
 void experiment_free(struct experiment *experiment) {

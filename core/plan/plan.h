@@ -3,6 +3,7 @@ From a manifest to a plan: what is run, who holds what, what each operation cost
 
 Concepts
 - An experiment is a manifest; a sweep makes several points of it. A point still has choices marked "auto".
+- A point's systems run the same, but for what per_system sets: then a system has a variant of the point.
 - A plan is one point for one system with every choice made. One data-parallel replica of it is a schedule.
 - A system (struct system) is a way of ordering work: one readable file that enumerates its layouts and builds
 its schedule. It sees model, cluster, plan and schedule, never an executor.
@@ -24,30 +25,54 @@ both.
 struct parallel {
     int pp, vpp, ep;                 /* pipelined systems: stages, chunks a stage, expert-parallel GPUs */
     int groups, attn_gpus, ffn_gpus; /* disaggregated systems: ring groups, GPUs of one group on each side */
+    int cp;                          /* attention GPUs in a run that hold each sequence between them */
+    int attn_nics, ffn_nics; /* disaggregated systems: NICs of one group on each side; NICS_SHARED: each GPU
+                                uses its part of its node's, where there are too few for every side */
 };
+#define NICS_SHARED (-1)
 
 enum expert_input { INPUT_KEEP, INPUT_RESEND };
 #define INPUT_CHOICES "keep|resend"
 enum precision { PRECISION_FP32, PRECISION_BF16 };
 #define PRECISION_CHOICES "fp32|bf16"
+/* What is recomputed, by side, in the lowest `layers` of each stage or group (0: in all). */
+struct recompute {
+    int attention, ffn; /* enum attention_recompute, enum ffn_recompute */
+    int layers;
+};
 struct memory {
-    int recompute; /* enum recompute */
+    struct recompute recompute;
     int expert_input;
     int grads, moments; /* enum precision */
     int zero;
     bool offload; /* optimizer state on the host */
 };
 
-enum prefer { PREFER_BACKWARD, PREFER_FORWARD, PREFER_WAVE };
+/* Keys of memory, or-ed. */
+enum memory_key {
+    MEMORY_RECOMPUTE = 1,
+    MEMORY_EXPERT_INPUT = 2,
+    MEMORY_GRADS = 4,
+    MEMORY_MOMENTS = 8,
+    MEMORY_ZERO = 16,
+    MEMORY_OFFLOAD = 32,
+    MEMORY_ALL = 63
+};
+
+enum prefer { PREFER_BACKWARD, PREFER_FORWARD, PREFER_WAVE, PREFER_COUNT };
 #define PREFER_CHOICES "backward|forward|wave"
+#define PREFER_OPEN (-1)
 struct order {
     int wave;            /* micro-batches that travel together; 0: to be chosen */
     int waves_in_flight; /* 0: to be chosen */
-    int prefer;
+    int prefer;          /* PREFER_OPEN: to be chosen */
 };
 
 enum placement { PLACEMENT_SPLIT, PLACEMENT_MIXED };
 #define PLACEMENT_CHOICES "split-nodes|mixed-nodes"
+
+enum head { HEAD_LAST_FFN, HEAD_ALL_FFN };
+#define HEAD_CHOICES "last-ffn|all-ffn"
 
 /* Explicit durations in seconds, in place of the cost model. */
 struct cost_table {
@@ -73,7 +98,17 @@ struct training {
     double beta1, beta2, epsilon, weight_decay, clip;
 };
 
+/* "none", "selective", "full" where one says it all; else NULL. */
+const char *recompute_word(struct recompute recompute);
+
 /* ---- points ------------------------------------------------------------------------------------------ */
+
+/* What a sweep sets at a point. */
+struct swept {
+    const char *path;  /* "cluster.nodes" */
+    const char *value; /* JSON text, as the manifest gives it: a path of a model stays a path */
+    int number;        /* of the value in its list, from 0 */
+};
 
 struct point {
     const char *name; /* of the manifest */
@@ -87,26 +122,38 @@ struct point {
     struct memory memory;
     struct order order;
     int placement;
-    bool auto_memory, auto_order, auto_placement; /* parallel and order: zeros are open */
+    int head;                         /* of disaggregated systems */
+    int memory_given;                 /* enum memory_key: those the manifest gives */
+    bool placement_given;             /* whether it does */
+    bool auto_memory, auto_placement; /* the manifest says "auto": what is not given is searched even in a
+                                         whole layout */
     struct routing routing;
     int seed;
     struct cost_table *table; /* NULL: the cost model */
     struct training training;
+    int index;         /* in the experiment; a system's variant has its point's */
     const char *label; /* "seq_len=4096 cluster.nodes=8": the sweep's values here; "" without a sweep */
+    const struct swept *swept; /* the same, in the manifest's order; every point has the same paths */
+    int swept_count;
+    const char *own; /* JSON text of what per_system sets for the one system this is for; NULL: nothing */
+    struct point **variants; /* of each of the systems: what it runs, this point itself where per_system sets
+                                nothing */
 };
 
 struct experiment {
     const char *file;
     struct point *points;
     int point_count;
+    const char **files; /* that were read: the manifest, models, clusters */
+    int file_count;
     struct arena *arena;
 };
 
 struct override {
     const char *path, *value; /* from --set path=value; value is JSON, or else taken as a text */
 };
-/* Reads a manifest with all it refers to, applies overrides, expands the sweep. System names are checked by
-   the caller, who has the registry. False when errors were added. */
+/* Reads a manifest with all it refers to, applies overrides, expands the sweep and per_system. System names
+   are checked by the caller, who has the registry. False when errors were added. */
 bool experiment_read(const char *file, const struct override *overrides, int override_count,
                      struct experiment *experiment, struct errors *errors);
 /* The same from a text that stands for `file`: paths in it are relative to that file's folder. */
@@ -129,34 +176,56 @@ struct plan {
 };
 
 /* Fills replicas, gpus, micro_batches and sequences of a plan whose replica has `replica_gpus` GPUs, of which
-   `attention_gpus` take micro_batch_size sequences each per micro-batch. A last micro-batch that the global
-   batch does not fill costs as much as a full one. False when the cluster has fewer GPUs. */
+   `attention_gpus` take micro_batch_size sequences each (each run of cp of them) per micro-batch. A last
+   micro-batch that the global batch does not fill costs as much as a full one. False when the cluster has
+   fewer GPUs. */
 bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus);
 /* The same with a given number of replicas. */
 void plan_resize(struct plan *plan, int replicas, int replica_gpus, int attention_gpus);
+/* Says what is wrong with cp for that many attention GPUs of a stage or group. */
+bool plan_check_cp(const struct plan *plan, int attention_gpus, const char *gpus_key, struct errors *errors);
+/* Tokens of a micro-batch on each attention GPU. */
+double plan_tokens(const struct plan *plan);
 
-/* The two sides of a worker group and where its combine goes. */
+/* What the layer that is number `index` of its stage or group recomputes. */
+struct recompute plan_recompute(const struct plan *plan, int index);
+
+/* GPUs of one side of a worker group, and the NICs it owns (NULL: each GPU its part of its node's). */
+struct side {
+    const int *gpus;
+    int count;
+    const int *nics;
+    int nic_count;
+};
+/* The two sides of a worker group and where its combine goes: attention again in a pipelined system. */
 struct sides {
-    const int *attention_gpus;
-    int attention_count;
-    const int *ffn_gpus;
-    int ffn_count;
-    const int *next_gpus; /* that take the combined output; attention_gpus again in a pipelined system */
-    int next_count;
+    struct side attention, ffn, next;
 };
 
-/* Durations of one layer's operations for one micro-batch on its sides, and the bytes a GPU sends. */
+/* A transfer's seconds and the bytes each sending GPU moves. */
+struct transfer_cost {
+    double seconds, bytes;
+};
+/* Durations of one layer's operations for one micro-batch on its sides. */
 struct layer_cost {
     double attention[PASS_COUNT]; /* backward without the weight pass */
     double ffn[PASS_COUNT];
-    double dispatch, combine;
-    double dispatch_bytes, combine_bytes;
+    double gather[PASS_COUNT]; /* of attention: collectives of context parallelism within it */
+    struct transfer_cost dispatch, combine;
 };
 
-/* PASS_RECOMPUTE holds what the plan's recompute lever repeats. */
-struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct sides sides);
-double plan_embed_cost(const struct plan *plan, enum pass pass, double tokens_per_gpu, double slowest);
-double plan_head_cost(const struct plan *plan, enum pass pass, double tokens_per_gpu, double slowest);
+/* PASS_RECOMPUTE holds what `recompute` repeats. */
+struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct recompute recompute,
+                                  struct sides sides);
+/* The same without transfers. */
+struct layer_cost plan_computation_cost(const struct plan *plan, int layer, struct recompute recompute,
+                                        struct sides sides);
+struct transfer_cost plan_dispatch_cost(const struct plan *plan, int layer, struct sides sides);
+/* The combine of 1/parts of a layer's tokens. */
+struct transfer_cost plan_combine_cost(const struct plan *plan, int layer, struct sides sides, int parts);
+/* backward: both halves */
+double plan_embed_cost(const struct plan *plan, bool backward, double tokens_per_gpu, double slowest);
+double plan_head_cost(const struct plan *plan, bool backward, double tokens_per_gpu, double slowest);
 
 /* First expert that GPU number `gpu` of `gpus` holds. Experts in order; where they do not divide, some GPUs
    hold one more. */
@@ -179,32 +248,41 @@ struct step_end {
 };
 struct step_end plan_step_end(const struct plan *plan, const struct shard *shards, int count);
 
-/* Bytes that the busiest GPU keeps of one layer and micro-batch, by the plan's memory levers. */
+/* Bytes that the busiest GPU keeps of one layer and micro-batch. */
 struct layer_memory {
     double layer_input;    /* A: residual stream entering the layer */
-    double attention;      /* A: attention's internals, the feed-forward part's input included */
+    double attention;      /* A: attention's internals kept to the backward pass */
+    double gathered;       /* A: keys and values of the whole sequences; 0 without context parallelism */
     double expert_input;   /* F: copies received, permuted */
-    double ffn;            /* F: internals */
-    double full_attention; /* A and F internals while a full recomputation or the pass itself runs */
+    double ffn;            /* F: internals kept */
+    double full_attention; /* A and F internals while the pass itself runs, or what is recomputed is there */
     double full_ffn;
 };
-struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct sides sides);
+struct layer_memory plan_layer_memory(const struct plan *plan, int layer, struct recompute recompute,
+                                      struct sides sides);
 /* The same of feed-forward GPU number ffn_gpu of the side, which may have fewer experts or colder ones. */
-struct layer_memory plan_gpu_layer_memory(const struct plan *plan, int layer, struct sides sides,
-                                          int ffn_gpu);
+struct layer_memory plan_gpu_layer_memory(const struct plan *plan, int layer, struct recompute recompute,
+                                          struct sides sides, int ffn_gpu);
+
+/* GPU bytes that a plan may use; infinite under a table of costs, where memory is not enforced. */
+double plan_usable_memory(const struct point *point);
 
 /* ---- blocks ------------------------------------------------------------------------------------------ */
 
 /* The worker groups (of a schedule) that run one layer: equal in a pipelined system. */
 struct place {
-    int attention, ffn, next; /* next: the group that takes the combined output */
+    int attention, ffn;
+    const int *next; /* the groups that take the combined output, equal parts of the tokens each */
+    int next_count;
 };
 
 /* What every system repeats for a layer and a micro-batch: attention → dispatch → ffn → combine and its
    backward counterpart, with the operations and activations that the memory levers ask for. */
 struct block {
     const struct plan *plan;
+    struct recompute recompute; /* of this layer */
     const struct layer_cost *cost;
+    const struct transfer_cost *combine; /* (next_count) */
     const struct layer_memory *memory;
     struct place place;
     int layer, micro_batch;
@@ -212,20 +290,22 @@ struct block {
     int backward_first, backward_last; /* of the backward pass, recomputation included */
     int ffn_backward;                  /* the feed-forward group's last operation */
     int input_activation, attention_activation, expert_activation, ffn_activation; /* −1: not kept */
+    int restored_attention, restored_ffn;                                          /* likewise */
 };
 
 /* Adds the forward pass behind `input`, the operation that puts the layer's input on the attention group (−1:
-   none). Returns the operation that puts the output on the next group. */
+   none). Returns the first of next_count operations, one after the other, that put the output on the next
+   groups. */
 int block_forward(struct schedule *schedule, struct block *block, int input);
-/* Adds the backward pass behind `gradient`, the operation that puts the output's gradient on the next group.
-   Returns the operation that puts the input's gradient on the attention group. */
-int block_backward(struct schedule *schedule, struct block *block, int gradient);
+/* Adds the backward pass behind gradients[next_count], the operations that put the output's gradient on the
+   next groups. Returns the operation that puts the input's gradient on the attention group. */
+int block_backward(struct schedule *schedule, struct block *block, const int *gradients);
 
-/* Head and loss of a micro-batch on `group` behind `arrived`: the forward operation and, next to it, the
-   backward one, whose id is returned. seconds: forward, backward. input_bytes: the final hidden state on each
-   GPU. */
-int plan_add_head(struct schedule *schedule, int group, int micro_batch, int arrived, const double seconds[2],
-                  double input_bytes);
+/* Head and loss of one of `chunks` parts of a micro-batch's tokens on `group` behind `arrived`: the forward
+   operation and, next to it, the backward one, whose id is returned. seconds: forward, backward. input_bytes:
+   the final hidden state on each GPU. */
+int plan_add_head(struct schedule *schedule, int group, int micro_batch, int chunk, int chunks, int arrived,
+                  const double seconds[2], double input_bytes);
 
 /* The step's end of a group: gradient reduction behind `after` (count operations), optimizer, parameter
    gathering. Returns the optimizer's operation. */
@@ -238,16 +318,18 @@ enum executor { EXECUTOR_SIMULATOR = 1, EXECUTOR_CPU = 2, EXECUTOR_CUDA = 4, EXE
 /* What is known of a plan before its schedule is built: used to try good plans first and skip hopeless ones.
  */
 struct bound {
-    double seconds; /* no step is shorter, whatever grads, moments, zero and offload: the step's end is left
-                       out */
+    double seconds; /* no step is shorter, whatever moments, zero and offload: the step's end is left out */
+    double busy;    /* the same by what its lanes have to do, whatever the memory */
     double bytes;   /* no GPU of the busiest group holds less: static bytes and what any order must keep */
 };
 
 #define MAX_GROUPS 4096
-/* What a group's GPU holds all step long, and what ends its step. */
+/* What a group's GPU holds all step long, what ends its step, what a micro-batch keeps on it between its
+   passes in all of the group's layers, and what one layer's backward pass takes beside that. */
 struct need {
     double static_bytes;
     struct step_end end;
+    double kept_bytes, backward_bytes;
 };
 
 struct system {
@@ -257,12 +339,18 @@ struct system {
     unsigned executors; /* enum executor, or-ed */
     bool searches_order, uses_placement;
     int zero_max; /* highest ZeRO stage it models */
+    /* Whether the layout is given whole: then nothing of it is searched. */
+    bool (*is_whole)(const struct parallel *given);
     /* The layouts open to it where the point leaves zeros; writes at most capacity, returns how many there
      * are. */
     int (*layouts)(const struct point *point, struct parallel *layouts, int capacity);
     /* Fills the plan's sizes for its layout and says what is impossible about it, errors naming the
-     * manifest's keys. */
+       manifest's keys. Parts that are 0 count as 1. */
     bool (*size)(struct plan *plan, struct errors *errors);
+    /* Fills what is computed and not searched. NULL: nothing is. Behind size; errors as there. */
+    bool (*settle)(struct plan *plan, struct errors *errors);
+    /* A bound that needs nothing settled; NULL: bound itself is as quick. */
+    struct bound (*outline)(const struct plan *plan);
     struct bound (*bound)(const struct plan *plan);
     /* Of each group of the schedule, in its order; returns their number. needs has room for MAX_GROUPS. */
     int (*needs)(const struct plan *plan, struct need *needs);

@@ -4,7 +4,8 @@ Ordering and timing a schedule.
 schedule_arrange is an event-driven list-scheduler. Ready operations wait in queues, one for each distinct set
 of lanes (an A-group's dispatches to its F-group, say), each a heap by (priority, id). When a lane becomes
 free, the best head among the queues that use it and whose other lanes are free too starts. A lane with a
-given order starts only its next operation, so its queue's priority is the place in that order.
+given order starts only its next operation, so its queue's priority is the place in that order. An operation
+without lanes waits in no queue: it starts when it is ready.
 
 schedule_replay needs no queue: operations are visited in `sequence`, an order found once in which each stands
 behind its dependencies and its predecessors on every lane. Start = the latest end of those. Both run in
@@ -67,7 +68,7 @@ struct arranger {
     int *lane_done;       /* operations started on each lane */
     struct event *events; /* heap of running operations by end */
     int event_count;
-    int started;
+    int started, ended;
 };
 
 static bool same_lanes(const struct queue *queue, const struct operation *op) {
@@ -170,6 +171,14 @@ static bool startable(const struct arranger *a, const struct queue *queue) {
     return true;
 }
 
+static void begin(struct arranger *a, int id, double now) {
+    double end = now + a->schedule->ops[id].duration;
+    a->timeline->start[id] = now;
+    a->timeline->end[id] = end;
+    a->schedule->sequence[a->started++] = id;
+    event_push(a, (struct event){end, id});
+}
+
 static void start(struct arranger *a, struct queue *queue, double now) {
     int id = queue->heap[0].op;
     queue_pop(queue);
@@ -182,10 +191,7 @@ static void start(struct arranger *a, struct queue *queue, double now) {
         if (now + a->lane_left[op->lanes[i]] >= a->limit) a->hopeless = true;
         a->lane_left[op->lanes[i]] -= op->duration;
     }
-    a->timeline->start[id] = now;
-    a->timeline->end[id] = now + op->duration;
-    a->schedule->sequence[a->started++] = id;
-    event_push(a, (struct event){now + op->duration, id});
+    begin(a, id, now);
 }
 
 /* Starts the best operation that a free lane allows; true when one was started. */
@@ -201,7 +207,11 @@ static bool try_lane(struct arranger *a, int lane, double now) {
     return true;
 }
 
-static void make_ready(struct arranger *a, int op) {
+static void make_ready(struct arranger *a, int op, double now) {
+    if (a->schedule->ops[op].lane_count == 0) {
+        begin(a, op, now);
+        return;
+    }
     int64_t priority = a->place && a->place[op] >= 0 ? a->place[op] : a->schedule->ops[op].priority;
     queue_push(&a->queues[a->queue_of[op]], (struct entry){priority, op});
 }
@@ -249,6 +259,7 @@ static void prepare(struct arranger *a) {
     size_t ops = (size_t)schedule->op_count, lanes = (size_t)schedule->lane_count;
     timeline_reset(a->timeline, schedule->op_count);
     schedule->sequence = must_realloc(schedule->sequence, (ops ? ops : 1) * sizeof(int));
+    schedule->ended = must_realloc(schedule->ended, (ops ? ops : 1) * sizeof(int));
     a->queue_of = must_alloc((ops ? ops : 1) * sizeof(int));
     a->waiting = must_alloc((ops ? ops : 1) * sizeof(int));
     a->lane_queues = must_alloc(lanes * sizeof *a->lane_queues);
@@ -257,10 +268,13 @@ static void prepare(struct arranger *a) {
     a->lane_done = must_alloc(lanes * sizeof(int));
     a->lane_left = must_alloc(lanes * sizeof(double));
     schedule_busy(schedule, a->lane_left);
-    a->events = must_alloc((lanes + 1) * sizeof *a->events);
+    size_t free_ops = 0; /* that hold no lane */
+    for (int i = 0; i < schedule->op_count; i++) free_ops += schedule->ops[i].lane_count == 0;
+    a->events = must_alloc((lanes + free_ops + 1) * sizeof *a->events);
     prepare_lanes(a);
     prepare_successors(a);
-    for (int i = 0; i < schedule->op_count; i++) a->queue_of[i] = find_queue(a, &schedule->ops[i]);
+    for (int i = 0; i < schedule->op_count; i++)
+        if (schedule->ops[i].lane_count) a->queue_of[i] = find_queue(a, &schedule->ops[i]);
 }
 
 static void release(struct arranger *a) {
@@ -286,6 +300,7 @@ static double finish_next(struct arranger *a, bool *touched) {
     while (a->event_count && a->events[0].time == now) {
         int id = event_pop(a).op;
         const struct operation *op = &a->schedule->ops[id];
+        a->schedule->ended[a->ended++] = id;
         for (int i = 0; i < op->lane_count; i++) {
             a->lane_busy[op->lanes[i]] = false;
             touched[op->lanes[i]] = true;
@@ -293,8 +308,8 @@ static double finish_next(struct arranger *a, bool *touched) {
         for (int i = a->successor_first[id]; i < a->successor_first[id + 1]; i++) {
             int next = a->successors[i];
             if (--a->waiting[next]) continue;
-            make_ready(a, next);
-            touched[a->schedule->ops[next].lanes[0]] = true;
+            make_ready(a, next, now);
+            if (a->schedule->ops[next].lane_count) touched[a->schedule->ops[next].lanes[0]] = true;
         }
     }
     return now;
@@ -313,7 +328,8 @@ static bool order_is_whole(const struct schedule *schedule) {
 static void forget_order(struct arranger *a) {
     struct schedule *schedule = a->schedule;
     free(schedule->sequence);
-    schedule->sequence = NULL;
+    free(schedule->ended);
+    schedule->sequence = schedule->ended = NULL;
     for (int lane = 0; lane < schedule->lane_count; lane++)
         if (!schedule->lanes[lane].given) schedule->lanes[lane].count = a->lane_done[lane];
 }
@@ -328,7 +344,7 @@ bool schedule_arrange_before(struct schedule *schedule, double limit, struct tim
     prepare(&a);
     bool *touched = must_alloc((size_t)schedule->lane_count * sizeof *touched);
     for (int i = 0; i < schedule->op_count; i++)
-        if (!a.waiting[i]) make_ready(&a, i);
+        if (!a.waiting[i]) make_ready(&a, i, 0);
     memset(touched, true, (size_t)schedule->lane_count * sizeof *touched);
     double now = 0;
     for (;;) {

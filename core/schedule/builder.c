@@ -31,6 +31,7 @@ void schedule_free(struct schedule *schedule) {
     free(schedule->activations);
     free(schedule->reads);
     free(schedule->sequence);
+    free(schedule->ended);
     for (int lane = 0; lane < schedule->lane_count; lane++) free(schedule->lanes[lane].ops);
     arena_free(schedule->arena);
     free(schedule);
@@ -89,6 +90,21 @@ int schedule_transfer(struct schedule *schedule, enum kind kind, enum pass pass,
                                   .lanes = {lane_of(from, RESOURCE_SEND), lane_of(to, RESOURCE_RECV)},
                                   .duration = duration,
                                   .bytes = bytes});
+}
+
+void schedule_chunk(struct schedule *schedule, int chunk, int chunks) {
+    schedule->ops[schedule->op_count - 1].chunk = (int16_t)chunk;
+    schedule->ops[schedule->op_count - 1].chunks = (int16_t)chunks;
+}
+
+void schedule_gather(struct schedule *schedule, double seconds) {
+    schedule->ops[schedule->op_count - 1].gather = seconds;
+}
+
+void schedule_drop_instant(struct schedule *schedule) {
+    for (int i = 0; i < schedule->op_count; i++)
+        if (operation_is_transfer(&schedule->ops[i]) && schedule->ops[i].duration == 0)
+            schedule->ops[i].lane_count = 0;
 }
 
 void schedule_after(struct schedule *schedule, int on) {

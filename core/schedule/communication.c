@@ -6,10 +6,6 @@ Time that goes into transfers, read off a timeline: what is exposed of it, and a
 #include <math.h>
 #include <stdlib.h>
 
-static bool is_transfer(const struct operation *op) {
-    return op->lane_count > 1;
-}
-
 struct span {
     double start, end;
 };
@@ -39,7 +35,7 @@ double schedule_exposed(const struct schedule *schedule, const struct timeline *
     int count = 0;
     for (int i = 0; i < waiting->dep_count; i++) {
         int dep = schedule->deps[waiting->first_dep + i];
-        if (is_transfer(&schedule->ops[dep]) && timeline->end[dep] > from)
+        if (operation_is_transfer(&schedule->ops[dep]) && timeline->end[dep] > from)
             spans[count++] = (struct span){timeline->start[dep], timeline->end[dep]};
     }
     double seconds = covered(spans, count, from, to);
@@ -47,16 +43,25 @@ double schedule_exposed(const struct schedule *schedule, const struct timeline *
     return seconds;
 }
 
+static struct span *add_lane(struct span *span, const struct timeline *timeline, const struct lane *lane) {
+    for (int i = 0; i < lane->count; i++)
+        *span++ = (struct span){timeline->start[lane->ops[i]], timeline->end[lane->ops[i]]};
+    return span;
+}
+
 double schedule_communication(const struct schedule *schedule, const struct timeline *timeline, int group) {
+    const struct lane *compute = &schedule->lanes[lane_of(group, RESOURCE_COMPUTE)];
     const struct lane *send = &schedule->lanes[lane_of(group, RESOURCE_SEND)];
     const struct lane *receive = &schedule->lanes[lane_of(group, RESOURCE_RECV)];
-    struct span *spans = must_alloc((size_t)(send->count + receive->count + 1) * sizeof *spans);
-    int count = 0;
-    for (int i = 0; i < send->count; i++)
-        spans[count++] = (struct span){timeline->start[send->ops[i]], timeline->end[send->ops[i]]};
-    for (int i = 0; i < receive->count; i++)
-        spans[count++] = (struct span){timeline->start[receive->ops[i]], timeline->end[receive->ops[i]]};
-    double seconds = covered(spans, count, 0, timeline->makespan);
+    struct span *spans =
+        must_alloc((size_t)(compute->count + send->count + receive->count + 1) * sizeof *spans);
+    struct span *end = add_lane(add_lane(spans, timeline, send), timeline, receive);
+    for (int i = 0; i < compute->count; i++) { /* when in the operation the collectives run is not known */
+        int op = compute->ops[i];
+        double gather = schedule->ops[op].gather, start = timeline->start[op];
+        if (gather > 0) *end++ = (struct span){start, start + gather};
+    }
+    double seconds = covered(spans, (int)(end - spans), 0, timeline->makespan);
     free(spans);
     return seconds;
 }

@@ -1,8 +1,8 @@
 /*
 Memory over time, read off a schedule's timeline: every activation is an allocation at its producer's start
-and a free at the end of the operation that frees it. Tuning asks for peaks at every candidate, so events are
-ordered by a radix sort on the bits of their time (which order as the numbers do, times being at least 0) in
-place of a comparison sort.
+and a free at the end of the operation that frees it. Events are ordered by a radix sort on the bits of their
+time (which order as the numbers do, times being at least 0). Tuning asks for peaks at every candidate: there
+the list-scheduler's own order of starts and ends serves.
 */
 #include "schedule/schedule.h"
 
@@ -101,19 +101,117 @@ static int collect_events(const struct schedule *schedule, const struct timeline
     return count;
 }
 
-void schedule_memory_peaks(const struct schedule *schedule, const struct timeline *timeline, double *peaks) {
+/* ---- peaks, quickly ---------------------------------------------------------------------------------- */
+
+/* Activations by the operation that takes, or frees, their memory: of operation i those listed from first[i]
+   to first[i + 1] − 1. */
+struct by_operation {
+    int *first, *list;
+};
+
+static struct by_operation by_operation(const struct schedule *schedule, bool frees) {
+    int ops = schedule->op_count, count = schedule->activation_count;
+    struct by_operation sorted = {must_alloc(((size_t)ops + 2) * sizeof(int)),
+                                  must_alloc(((size_t)count + 1) * sizeof(int))};
+    int *next = sorted.first + 1; /* shifted, so that filling leaves the starts behind */
+    for (int pass = 0; pass < 2; pass++) {
+        for (int a = 0; a < count; a++) {
+            int op = frees ? schedule->activations[a].freed_by : schedule->activations[a].producer;
+            if (op < 0) continue;
+            if (pass)
+                sorted.list[next[op]++] = a;
+            else
+                next[op + 1]++;
+        }
+        for (int op = 0; !pass && op < ops; op++) next[op + 1] += next[op];
+    }
+    return sorted;
+}
+
+static bool is_ordered(const int *order, const double *times, int count) {
+    for (int i = 1; i < count; i++)
+        if (times[order[i - 1]] > times[order[i]]) return false;
+    return true;
+}
+
+/* One walk over the step. */
+struct walk {
+    const struct schedule *schedule;
+    const struct timeline *timeline;
+    struct by_operation taken, freed;
+    double *now, *peaks; /* of each group */
+};
+
+static bool lives(const struct walk *walk, const struct activation *kept) {
+    double end = kept->freed_by >= 0 ? walk->timeline->end[kept->freed_by] : walk->timeline->makespan;
+    return end > walk->timeline->start[kept->producer];
+}
+
+static void take(struct walk *walk, int op) {
+    for (int i = walk->taken.first[op]; i < walk->taken.first[op + 1]; i++) {
+        const struct activation *kept = &walk->schedule->activations[walk->taken.list[i]];
+        if (!lives(walk, kept)) continue;
+        double now = walk->now[kept->group] += kept->bytes;
+        if (now > walk->peaks[kept->group]) walk->peaks[kept->group] = now;
+    }
+}
+
+static void free_of(struct walk *walk, int op) {
+    for (int i = walk->freed.first[op]; i < walk->freed.first[op + 1]; i++) {
+        const struct activation *kept = &walk->schedule->activations[walk->freed.list[i]];
+        if (lives(walk, kept)) walk->now[kept->group] -= kept->bytes;
+    }
+}
+
+/* starts, ends: operations in the order of their starts and ends. At one time what ends frees first, but for
+   operations that take no time. */
+static void walk_step(struct walk *walk, const int *starts, const int *ends) {
+    int ops = walk->schedule->op_count;
+    const double *start = walk->timeline->start, *end = walk->timeline->end;
+    for (int i = 0, j = 0; i < ops;) {
+        double time = start[starts[i]];
+        for (; j < ops && end[ends[j]] < time; j++) free_of(walk, ends[j]);
+        int last = j;
+        for (; last < ops && end[ends[last]] == time; last++)
+            if (!takes_no_time(walk->timeline, ends[last])) free_of(walk, ends[last]);
+        for (; i < ops && start[starts[i]] == time; i++) take(walk, starts[i]);
+        for (; j < last; j++)
+            if (takes_no_time(walk->timeline, ends[j])) free_of(walk, ends[j]);
+    }
+}
+
+static void peaks_by_sorting(const struct schedule *schedule, const struct timeline *timeline, double *peaks,
+                             double *now) {
     struct event *events, *to_free;
     int count = collect_events(schedule, timeline, -1, &events, &to_free);
-    double *now = must_alloc((size_t)schedule->group_count * sizeof *now);
-    for (int group = 0; group < schedule->group_count; group++)
-        peaks[group] = now[group] = schedule->groups[group].static_bytes;
     for (int i = 0; i < count; i++) {
         int group = events[i].group;
         now[group] += events[i].bytes;
         if (now[group] > peaks[group]) peaks[group] = now[group];
     }
-    free(now);
     free(to_free);
+}
+
+/* An arranged schedule knows the order of its operations' starts and ends; of another timeline, events are
+   sorted. */
+void schedule_memory_peaks(const struct schedule *schedule, const struct timeline *timeline, double *peaks) {
+    double *now = must_alloc((size_t)schedule->group_count * sizeof *now);
+    int ops = schedule->op_count;
+    for (int group = 0; group < schedule->group_count; group++)
+        peaks[group] = now[group] = schedule->groups[group].static_bytes;
+    if (schedule->sequence && schedule->ended && is_ordered(schedule->sequence, timeline->start, ops) &&
+        is_ordered(schedule->ended, timeline->end, ops)) {
+        struct walk walk = {schedule, timeline, by_operation(schedule, false), by_operation(schedule, true),
+                            now,      peaks};
+        walk_step(&walk, schedule->sequence, schedule->ended);
+        free(walk.taken.first);
+        free(walk.taken.list);
+        free(walk.freed.first);
+        free(walk.freed.list);
+    } else {
+        peaks_by_sorting(schedule, timeline, peaks, now);
+    }
+    free(now);
 }
 
 /* From time 0, one point for each time at which memory changes, to the end of the step. */

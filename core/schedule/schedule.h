@@ -5,7 +5,8 @@ Concepts
 - A group is a set of GPUs that move alike. It has three lanes: compute, send, receive. A lane does one
 operation at a time, in an order that is fixed before anything runs.
 - An operation holds up to three lanes at once: a computation its group's compute lane; a transfer its
-sender's send lane and its receiver's receive lane; a collective inside a group both of the group's own.
+sender's send lane and its receiver's receive lane; a collective inside a group both of the group's own. A
+transfer that takes no time holds none once schedule_drop_instant has been called.
 - An operation starts when its dependencies are done and it is first on all its lanes. Nothing else decides.
 - Dependencies point to operations added before, so they alone can't form a cycle; orders can, and the
 validator says so.
@@ -54,6 +55,7 @@ struct operation {
     int64_t priority;         /* smaller goes first, on lanes without a given order */
     double duration;          /* seconds under the cost source in use */
     double bytes;             /* that each sending GPU moves; 0 for computation */
+    double gather;            /* seconds of a computation's duration that are a collective within its group */
 };
 
 struct group {
@@ -74,8 +76,9 @@ enum role {
     ROLE_OUTPUT_GRADIENT,    /* of the copies' outputs (copies, H) */
     ROLE_INPUT_GRADIENT,     /* of the copies (copies, H), until dispatch's backward has sent them */
     ROLE_MIDDLE_GRADIENT,    /* of what dispatch sent (T, H) */
-    ROLE_RESTORED_FFN,       /* internals that selective recomputation made again */
+    ROLE_RESTORED_FFN,       /* internals that are not kept, while they are there */
     ROLE_RESTORED_ATTENTION, /* likewise */
+    ROLE_GATHERED,           /* keys and values of whole sequences; beside them in backward their gradients */
     ROLE_HEAD_INPUT,         /* final residual stream; its layer is the number of layers */
     ROLE_COUNT
 };
@@ -108,6 +111,7 @@ struct schedule {
     struct lane *lanes; /* 3 × group_count */
     int lane_count;
     int *sequence; /* all operations in an order in which they may be executed, once arranged */
+    int *ended;    /* in the order in which the list-scheduler saw them end; NULL before */
     int layers, micro_batches;
     struct arena *arena;
 };
@@ -133,6 +137,10 @@ int schedule_compute(struct schedule *schedule, enum kind kind, enum pass pass, 
 /* … that holds the send lane of `from` and the receive lane of `to` (a collective when they are the same). */
 int schedule_transfer(struct schedule *schedule, enum kind kind, enum pass pass, int layer, int micro_batch,
                       int from, int to, double duration, double bytes);
+/* Part of its tokens that the operation added last is about: number `chunk` of `chunks`. */
+void schedule_chunk(struct schedule *schedule, int chunk, int chunks);
+/* Seconds of the duration of the operation added last that are a collective within its group. */
+void schedule_gather(struct schedule *schedule, double seconds);
 /* The operation added last waits for `on` as well; −1: nothing to wait for. */
 void schedule_after(struct schedule *schedule, int on);
 /* Priority of the operation added last. */
@@ -148,6 +156,13 @@ void schedule_release(struct schedule *schedule, int activation, int op); /* rea
 
 /* The order of a lane, given by the generator: all operations that hold it. The array is copied. */
 void schedule_fix_order(struct schedule *schedule, int lane, const int *ops, int count);
+
+/* Takes the lanes from transfers that take no time: they wait for nothing but their dependencies. For
+   executors that move no real bytes; before an order is fixed or found for the lanes that transfers hold. */
+void schedule_drop_instant(struct schedule *schedule);
+static inline bool operation_is_transfer(const struct operation *op) {
+    return op->lane_count != 1;
+}
 
 /* ---- ordering ---------------------------------------------------------------------------------------- */
 
@@ -194,7 +209,7 @@ void schedule_busy(const struct schedule *schedule, double *busy);
  * progress. */
 double schedule_exposed(const struct schedule *schedule, const struct timeline *timeline, int op, double from,
                         double to);
-/* Seconds in which a group's send or receive lane is busy. */
+/* Seconds in which a group sends or receives: its lanes, and collectives within its computations. */
 double schedule_communication(const struct schedule *schedule, const struct timeline *timeline, int group);
 /* Longest chain of dependencies, lanes aside, in seconds: no execution can be shorter. */
 double schedule_critical_path(const struct schedule *schedule);

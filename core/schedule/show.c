@@ -5,6 +5,8 @@ in the terminal.
 The drawing has one row a lane and one character a slice of time. It must be readable without colour, so the
 character tells the pass as well as the micro-batch: 0-9 forward, A-J backward, a-j weight gradient, k-t
 recomputation, each the micro-batch's last digit. On a terminal backward passes are in inverse video besides.
+A slice that is busy for less than half, however many operations that are, has a mark of its own: it is not
+idle.
 */
 #include "schedule/names.h"
 
@@ -93,6 +95,8 @@ struct drawing {
 };
 
 #define IDLE '.'
+#define PARTLY ':'
+#define LEAST_BUSY 0.05 /* share of a slice from which it is partly busy */
 #define NARROWEST 40
 #define LONGEST_LABEL 20
 #define BUSY_WIDTH 5 /* " 100%" */
@@ -128,14 +132,17 @@ static const char *label_of_lane(const struct drawing *drawing, int lane, char *
     return buffer;
 }
 
-/* Each slice shows the operation that takes most of it, or idle when less than half of it is busy. Operations
-   of a lane come in order and don't overlap. Returns the lane's busy seconds. */
+/* In place of an operation. */
+enum { NOTHING = -1, SOMETHING = -2 };
+
+/* Each slice shows the operation that takes most of it where half of it is busy, else NOTHING or SOMETHING.
+   Operations of a lane come in order and don't overlap. Returns the lane's busy seconds. */
 static double fill_row(const struct drawing *drawing, int lane, int *row) {
     const struct lane *order = &drawing->schedule->lanes[lane];
     int slices = drawing->slices;
     double width = drawing->timeline->makespan / slices, busy = 0;
     double *share = must_alloc(2 * (size_t)slices * sizeof *share), *most = share + slices;
-    for (int slice = 0; slice < slices; slice++) row[slice] = -1;
+    for (int slice = 0; slice < slices; slice++) row[slice] = NOTHING;
     for (int i = 0; i < order->count && width > 0; i++) {
         int op = order->ops[i];
         double start = drawing->timeline->start[op], end = drawing->timeline->end[op];
@@ -151,7 +158,7 @@ static double fill_row(const struct drawing *drawing, int lane, int *row) {
         }
     }
     for (int slice = 0; slice < slices; slice++)
-        if (share[slice] < width / 2) row[slice] = -1;
+        if (share[slice] < width / 2) row[slice] = share[slice] < LEAST_BUSY * width ? NOTHING : SOMETHING;
     free(share);
     return busy;
 }
@@ -168,7 +175,7 @@ static void draw_row(struct drawing *drawing, int lane, int *row) {
             drawing->terminal && it != NULL && (it->pass == PASS_BACKWARD || it->pass == PASS_WEIGHT);
         if (invert != inverse) fputs(invert ? "\033[7m" : "\033[27m", drawing->stream);
         inverse = invert;
-        char sign = it != NULL ? sign_of(it) : IDLE;
+        char sign = it != NULL ? sign_of(it) : row[slice] == SOMETHING ? PARTLY : IDLE;
         drawing->used[(int)sign] = true;
         if (it != NULL && sign >= '0' && sign != '=') drawing->drawn[it->pass] = true;
         putc(sign, drawing->stream);
@@ -199,19 +206,18 @@ static void draw_axis(const struct drawing *drawing) {
 }
 
 static void draw_legend(const struct drawing *drawing) {
-    fprintf(drawing->stream, "%c idle", IDLE);
-    for (int pass = 0; pass < PASS_COUNT; pass++)
-        if (drawing->drawn[pass])
-            fprintf(drawing->stream, "  %s %s", alphabets[pass].range, alphabets[pass].meaning);
-    fputs("\n", drawing->stream);
     const char *before = "";
-    for (size_t i = 0; i < COUNT(signs); i++) {
-        if (!drawing->used[(int)signs[i].sign]) continue;
-        fprintf(drawing->stream, "%s%c %s", before, signs[i].sign, signs[i].meaning);
+    for (int pass = 0; pass < PASS_COUNT; pass++) {
+        if (!drawing->drawn[pass]) continue;
+        fprintf(drawing->stream, "%s%s %s", before, alphabets[pass].range, alphabets[pass].meaning);
         before = "  ";
     }
-    if (drawing->used['#']) fprintf(drawing->stream, "%s# other", before), before = "  ";
-    if (*before != '\0') fputs("\n", drawing->stream);
+    fprintf(drawing->stream, "%s%c idle", *before ? "\n" : "", IDLE);
+    if (drawing->used[PARTLY]) fprintf(drawing->stream, "  %c less than half busy", PARTLY);
+    for (size_t i = 0; i < COUNT(signs); i++)
+        if (drawing->used[(int)signs[i].sign])
+            fprintf(drawing->stream, "  %c %s", signs[i].sign, signs[i].meaning);
+    fprintf(drawing->stream, "%s\n", drawing->used['#'] ? "  # other" : "");
     fprintf(drawing->stream, "the character is the micro-batch's last digit (A, a, k: 0)\n");
 }
 

@@ -73,11 +73,13 @@ static void check_names(struct check *check, int op) {
 static void check_lanes_and_deps(struct check *check, int op) {
     const struct schedule *schedule = check->schedule;
     const struct operation *it = &schedule->ops[op];
-    if (!within(it->lane_count, 1, MAX_LANES + 1)) {
-        FAULT(check, "%s (operation %d) holds %d lanes; 1 to %d are possible", LABEL(check, op), op,
+    if (!within(it->lane_count, 0, MAX_LANES + 1)) {
+        FAULT(check, "%s (operation %d) holds %d lanes; 0 to %d are possible", LABEL(check, op), op,
               it->lane_count, MAX_LANES);
         return;
     }
+    if (it->lane_count == 0 && it->duration > 0)
+        FAULT(check, "%s (operation %d) lasts %g s and holds no lane", LABEL(check, op), op, it->duration);
     for (int i = 0; i < it->lane_count; i++) {
         if (!within(it->lanes[i], 0, schedule->lane_count))
             FAULT(check, "%s (operation %d) holds lane %d; lanes are 0 to %d", LABEL(check, op), op,
@@ -399,7 +401,7 @@ static struct clocks clocks_new(const struct check *check) {
     for (int lane = 0; lane < schedule->lane_count; lane++) clocks.clock_of[lane] = -1;
     for (int op = 0; op < schedule->op_count; op++) {
         int lane = schedule->ops[op].lanes[0];
-        if (clocks.clock_of[lane] < 0) clocks.clock_of[lane] = clocks.count++;
+        if (schedule->ops[op].lane_count && clocks.clock_of[lane] < 0) clocks.clock_of[lane] = clocks.count++;
     }
     clocks.done = must_alloc(((size_t)schedule->op_count * (size_t)clocks.count + 1) * sizeof(int));
     for (int i = 0; i < schedule->op_count; i++) {
@@ -409,6 +411,7 @@ static struct clocks clocks_new(const struct check *check) {
             if (before < 0) continue;
             const int *theirs = clock_row(&clocks, before);
             for (int c = 0; c < clocks.count; c++) mine[c] = mine[c] > theirs[c] ? mine[c] : theirs[c];
+            if (schedule->ops[before].lane_count == 0) continue;
             int c = clocks.clock_of[schedule->ops[before].lanes[0]], finished = check->position[before] + 1;
             if (mine[c] < finished) mine[c] = finished;
         }
@@ -416,7 +419,15 @@ static struct clocks clocks_new(const struct check *check) {
     return clocks;
 }
 
+/* What holds no lane takes no time: it is done when its dependencies are. */
 static bool same_or_before(const struct clocks *clocks, int first, int second) {
+    const struct operation *it = &clocks->check->schedule->ops[first];
+    if (first != second && it->lane_count == 0) {
+        for (int i = 0; i < it->dep_count; i++)
+            if (!same_or_before(clocks, clocks->check->schedule->deps[it->first_dep + i], second))
+                return false;
+        return true;
+    }
     int c = clocks->clock_of[clocks->check->schedule->ops[first].lanes[0]];
     return first == second || clock_row(clocks, second)[c] > clocks->check->position[first];
 }

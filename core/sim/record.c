@@ -5,6 +5,7 @@ Which keys of `parallel` and `order` appear is the system's matter: those it use
 #include "sim/sim.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 static const char *word(const char *choices, int index, char *buffer, size_t size) {
@@ -32,13 +33,29 @@ static cJSON *parallel_json(const struct plan *plan) {
     if (parallel->groups) json_add_number(object, "groups", parallel->groups);
     if (parallel->attn_gpus) json_add_number(object, "attn_gpus", parallel->attn_gpus);
     if (parallel->ffn_gpus) json_add_number(object, "ffn_gpus", parallel->ffn_gpus);
+    if (parallel->attn_nics > 0) json_add_number(object, "attn_nics", parallel->attn_nics);
+    if (parallel->ffn_nics > 0) json_add_number(object, "ffn_nics", parallel->ffn_nics);
+    json_add_number(object, "cp", parallel->cp);
     json_add_number(object, "replicas", plan->replicas);
     return object;
 }
 
+/* A word where one says it all. */
+static void add_recompute(cJSON *memory, struct recompute recompute) {
+    const char *word = recompute_word(recompute);
+    if (word) {
+        cJSON_AddStringToObject(memory, "recompute", word);
+        return;
+    }
+    cJSON *object = cJSON_AddObjectToObject(memory, "recompute");
+    add_word(object, "attention", ATTENTION_CHOICES, recompute.attention);
+    add_word(object, "ffn", FFN_CHOICES, recompute.ffn);
+    if (recompute.layers) json_add_number(object, "layers", recompute.layers);
+}
+
 static cJSON *memory_json(const struct memory *memory) {
     cJSON *object = cJSON_CreateObject();
-    add_word(object, "recompute", RECOMPUTE_CHOICES, memory->recompute);
+    add_recompute(object, memory->recompute);
     add_word(object, "expert_input", INPUT_CHOICES, memory->expert_input);
     add_word(object, "grads", PRECISION_CHOICES, memory->grads);
     add_word(object, "moments", PRECISION_CHOICES, memory->moments);
@@ -68,18 +85,37 @@ static cJSON *breakdown_json(const struct result *result) {
     return object;
 }
 
+/* What the manifest gives, whether anything fits or not; the other of the two follows from the layout. */
+static void add_batch(cJSON *object, const struct result *result) {
+    const struct plan *plan = &result->plan;
+    double batch = plan->sequences, micro_batches = plan->micro_batches;
+    if (!result->feasible) {
+        batch = plan->point->global_batch ? plan->point->global_batch : NAN;
+        micro_batches = plan->point->micro_batches ? plan->point->micro_batches : NAN;
+    }
+    json_add_number(object, "global_batch", batch);
+    json_add_number(object, "micro_batches", micro_batches);
+}
+
+static cJSON *swept_json(const struct point *point) {
+    cJSON *object = cJSON_CreateObject();
+    for (int i = 0; i < point->swept_count; i++)
+        cJSON_AddRawToObject(object, point->swept[i].path, point->swept[i].value);
+    return object;
+}
+
 cJSON *result_json(const struct result *result) {
     const struct plan *plan = &result->plan;
     const struct point *point = plan->point;
     bool feasible = result->feasible;
     cJSON *object = cJSON_CreateObject();
+    cJSON_AddItemToObject(object, "swept", swept_json(point));
     cJSON_AddStringToObject(object, "system", result->system->name);
     cJSON_AddStringToObject(object, "model", point->model->name);
     cJSON_AddStringToObject(object, "cluster", point->cluster->name);
     json_add_number(object, "nodes", point->cluster->nodes);
     json_add_number(object, "seq_len", point->seq_len);
-    add_figure(object, result, "global_batch", plan->sequences);
-    add_figure(object, result, "micro_batches", plan->micro_batches);
+    add_batch(object, result);
     add_figure(object, result, "gpus", plan->gpus);
     cJSON_AddItemToObject(object, "parallel", feasible ? parallel_json(plan) : cJSON_CreateNull());
     cJSON_AddItemToObject(object, "memory", feasible ? memory_json(&plan->memory) : cJSON_CreateNull());
@@ -108,7 +144,7 @@ cJSON *result_json(const struct result *result) {
 /* ---- CSV --------------------------------------------------------------------------------------------- */
 
 static void csv_text(const char *text, FILE *stream) {
-    bool quote = strpbrk(text, ",\"\n") != NULL;
+    bool quote = strpbrk(text, ",\"\r\n") != NULL;
     if (quote) fputc('"', stream);
     for (; *text; text++) {
         if (*text == '"') fputc('"', stream);
@@ -118,7 +154,7 @@ static void csv_text(const char *text, FILE *stream) {
 }
 
 /* Nested objects become columns "breakdown.attention_s"; the columns are those of all systems, so that every
-   line has the same. */
+   line has the same. What is swept comes last: the others stand in one place whatever the manifest sweeps. */
 static const char *const columns[] = {"system",
                                       "model",
                                       "cluster",
@@ -133,6 +169,9 @@ static const char *const columns[] = {"system",
                                       "parallel.groups",
                                       "parallel.attn_gpus",
                                       "parallel.ffn_gpus",
+                                      "parallel.attn_nics",
+                                      "parallel.ffn_nics",
+                                      "parallel.cp",
                                       "parallel.replicas",
                                       "memory.recompute",
                                       "memory.expert_input",
@@ -164,19 +203,42 @@ static const char *const columns[] = {"system",
                                       "seed",
                                       "version"};
 
+void result_csv_heading(const struct point *point, FILE *stream) {
+    for (size_t i = 0; i < COUNT(columns); i++) fprintf(stream, "%s%s", i ? "," : "", columns[i]);
+    for (int i = 0; i < point->swept_count; i++) {
+        struct text column = {0};
+        text_add(&column, "swept.%s", point->swept[i].path);
+        fputc(',', stream);
+        csv_text(column.text, stream);
+        free(column.text);
+    }
+    fputc('\n', stream);
+}
+
+static void csv_value(const cJSON *value, FILE *stream) {
+    if (!value || cJSON_IsNull(value)) return;
+    char *text = cJSON_IsString(value) ? NULL : cJSON_PrintUnformatted(value);
+    csv_text(text ? text : value->valuestring, stream);
+    cJSON_free(text);
+}
+
+/* A text without its quotes, as in the other columns. */
+static void csv_swept(const struct swept *swept, FILE *stream) {
+    cJSON *value = cJSON_Parse(swept->value);
+    csv_text(cJSON_IsString(value) ? value->valuestring : swept->value, stream);
+    cJSON_Delete(value);
+}
+
 void result_csv(const struct result *result, FILE *stream) {
-    cJSON *object = result ? result_json(result) : NULL;
+    const struct point *point = result->plan.point;
+    cJSON *object = result_json(result);
     for (size_t i = 0; i < COUNT(columns); i++) {
         if (i) fputc(',', stream);
-        if (!result) {
-            fputs(columns[i], stream);
-            continue;
-        }
-        cJSON *value = json_get_path(object, columns[i]);
-        if (!value || cJSON_IsNull(value)) continue;
-        char *text = cJSON_IsString(value) ? NULL : cJSON_PrintUnformatted(value);
-        csv_text(text ? text : value->valuestring, stream);
-        cJSON_free(text);
+        csv_value(json_get_path(object, columns[i]), stream);
+    }
+    for (int i = 0; i < point->swept_count; i++) {
+        fputc(',', stream);
+        csv_swept(&point->swept[i], stream);
     }
     fputc('\n', stream);
     cJSON_Delete(object);

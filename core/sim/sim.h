@@ -27,7 +27,8 @@ struct result {
     double step_time;    /* seconds */
     double tokens_per_s; /* of the whole cluster */
     double mfu;          /* model FLOPs ÷ (peak of all GPUs of the cluster × step time) */
-    double speedup;      /* tokens/s per GPU of the cluster ÷ megatron's; NAN where there is none */
+    double speedup; /* tokens/s per GPU of the cluster ÷ megatron's; NAN where there is none, and for what
+                       does not fit */
     struct breakdown breakdown;
     double comm_total;      /* time in which the busiest worker sends or receives */
     double efficiency;      /* busy time of the busiest compute lane ÷ step time */
@@ -49,20 +50,19 @@ void simulate_plan(const struct system *system, const struct plan *plan, struct 
 bool simulate_before(const struct system *system, const struct plan *plan, double limit,
                      struct result *result, struct schedule **keep_schedule, struct timeline *keep_timeline);
 
-/* GPU bytes a schedule may use; memory is not enforced under a table of costs. */
-double usable_memory(const struct point *point);
-
 /* Makes all open choices. False when the point is impossible for the system: errors say why. A point where
    nothing fits the memory gives feasible false. */
 bool tune_point(const struct system *system, const struct point *point, struct plan *plan, bool *feasible,
                 struct errors *errors);
 
-/* Fills speedup of each result from the megatron result of the same point. count results of one point. */
+/* Fills speedup of each result from the megatron result of the same point. count results of one point, each
+   of its system's variant. */
 void fill_speedups(struct result *results, int count);
 
 /* The record as design.md gives its keys. */
 cJSON *result_json(const struct result *result);
-/* One line of CSV, and its heading when result is NULL; with a line end. */
+/* One line of CSV, with a line end; the heading's columns are those of all points of the experiment. */
 void result_csv(const struct result *result, FILE *stream);
+void result_csv_heading(const struct point *point, FILE *stream);
 
 #endif

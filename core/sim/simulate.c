@@ -11,15 +11,6 @@ a bubble.
 #include <stdlib.h>
 #include <string.h>
 
-double usable_memory(const struct point *point) {
-    if (point->table) return INFINITY;
-    return point->cluster->gpu.memory_bytes - point->cluster->rates[RATE_MEMORY_RESERVE];
-}
-
-static bool is_transfer(const struct operation *op) {
-    return op->lane_count > 1;
-}
-
 /* Behind the last operation a worker waits for its own parameters to be gathered, then for the others. */
 static double exposed_tail(const struct schedule *schedule, const struct timeline *timeline, int group,
                            double from) {
@@ -74,7 +65,7 @@ static int busiest_group(const struct schedule *schedule, const double *busy) {
 static void read_compute(const struct schedule *schedule, struct result *result) {
     for (int i = 0; i < schedule->op_count; i++) {
         const struct operation *op = &schedule->ops[i];
-        if (is_transfer(op)) continue;
+        if (operation_is_transfer(op)) continue;
         double gpu_seconds = op->duration * schedule->groups[op->lanes[0] / RESOURCE_COUNT].gpus;
         result->compute_busy += gpu_seconds;
         if (op->pass == PASS_RECOMPUTE) result->recompute_busy += gpu_seconds;
@@ -100,7 +91,7 @@ static void read_figures(const struct schedule *schedule, const struct timeline 
     result->busiest_compute = busy[lane_of(group, RESOURCE_COMPUTE)];
     result->efficiency = result->busiest_compute / timeline->makespan;
     for (int g = 0; g < schedule->group_count; g++) result->peak_memory = fmax(result->peak_memory, peaks[g]);
-    result->oom = result->peak_memory > usable_memory(point);
+    result->oom = result->peak_memory > plan_usable_memory(point);
     result->ops = schedule->op_count;
     read_compute(schedule, result);
     free(busy);
@@ -120,6 +111,7 @@ bool simulate_before(const struct system *system, const struct plan *plan, doubl
     *result =
         (struct result){.system = system, .plan = *plan, .feasible = true, .speedup = NAN, .executor = "sim"};
     struct schedule *schedule = system->build(plan);
+    schedule_drop_instant(schedule);
     struct timeline timeline = {0};
     bool ended = schedule_arrange_before(schedule, limit, &timeline);
     if (!ended && limit == INFINITY) fail_on_dead_lock(schedule);
@@ -140,11 +132,23 @@ void simulate_plan(const struct system *system, const struct plan *plan, struct 
     simulate_before(system, plan, INFINITY, result, keep_schedule, keep_timeline);
 }
 
+/* GPUs of the base's cluster ÷ of this one's: per_system may give a system a cluster of its own. */
+static double gpu_ratio(const struct point *base, const struct point *point) {
+    return base == point ? 1 : (double)cluster_gpus(base->cluster) / cluster_gpus(point->cluster);
+}
+
+static bool counts(const struct result *result) {
+    return result->feasible && !result->oom;
+}
+
 void fill_speedups(struct result *results, int count) {
     const struct result *base = NULL;
     for (int i = 0; i < count; i++)
-        if (results[i].feasible && !results[i].oom && strcmp(results[i].system->name, "megatron") == 0)
-            base = &results[i];
-    for (int i = 0; i < count; i++)
-        results[i].speedup = base && results[i].feasible ? results[i].tokens_per_s / base->tokens_per_s : NAN;
+        if (counts(&results[i]) && strcmp(results[i].system->name, "megatron") == 0) base = &results[i];
+    for (int i = 0; i < count; i++) {
+        results[i].speedup = NAN;
+        if (base && counts(&results[i]))
+            results[i].speedup = results[i].tokens_per_s / base->tokens_per_s *
+                                 gpu_ratio(base->plan.point, results[i].plan.point);
+    }
 }

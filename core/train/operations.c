@@ -49,7 +49,7 @@ static void run_attention(const struct work_item *item) {
     struct runner *runner = item->runner;
     struct cell *cell = item->cell;
     struct attention_part part = attention_part(item);
-    cell->attention = attention_kept_place(runner->model, item->layer, kept_level(runner), item->tokens,
+    cell->attention = attention_kept_place(runner->model, item->layer, kept_attention(runner), item->tokens,
                                            cell->slot[ROLE_ATTENTION]);
     attention_block_forward(item->context, &runner->state->attention[item->layer], &part, &cell->attention,
                             stream_of(cell));
@@ -234,9 +234,9 @@ static void backward_of(const struct work_item *item, const struct expert_block 
                         floatX *dinput, floatX *dweights, const floatX *doutput, const floatX *input) {
     const struct model *model = item->runner->model;
     void *memory =
-        scratch_take(item->context, expert_pending_bytes(model, item->layer, RECOMPUTE_NONE, routed, firsts));
+        scratch_take(item->context, expert_pending_bytes(model, item->layer, FFN_NONE, routed, firsts));
     struct expert_pending pending =
-        expert_pending_place(model, item->layer, RECOMPUTE_NONE, routed, firsts, memory);
+        expert_pending_place(model, item->layer, FFN_NONE, routed, firsts, memory);
     expert_block_backward_input(item->context, block, part, kept, &pending, dinput, dweights, doutput, input);
     expert_block_backward_weight(item->context, block, part, kept, &pending, input);
     scratch_release(item->context, memory);
@@ -336,7 +336,7 @@ static struct work_item item_of(struct runner *runner, const struct operation *o
                               .layer = layer,
                               .micro_batch = op->micro_batch,
                               .tokens = own_tokens(runner, op->micro_batch),
-                              .full = runner->plan->memory.recompute == RECOMPUTE_FULL};
+                              .full = runner->plan->memory.recompute.attention == ATTENTION_FULL};
 }
 
 void compute_operation(struct runner *runner, int id) {

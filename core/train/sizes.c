@@ -11,9 +11,14 @@ other ranks of the group hold less, by the plan's routing.
 
 /* ---- what a cell holds ------------------------------------------------------------------------------- */
 
-enum recompute kept_level(const struct runner *runner) {
-    int level = runner->plan->memory.recompute;
-    return level == RECOMPUTE_FULL ? RECOMPUTE_NONE : (enum recompute)level;
+enum ffn_recompute kept_level(const struct runner *runner) {
+    int level = runner->plan->memory.recompute.ffn;
+    return level == FFN_FULL ? FFN_NONE : (enum ffn_recompute)level;
+}
+
+enum attention_recompute kept_attention(const struct runner *runner) {
+    int level = runner->plan->memory.recompute.attention;
+    return level == ATTENTION_FULL ? ATTENTION_NONE : (enum attention_recompute)level;
 }
 
 size_t received_kept_bytes(const struct runner *runner, int layer, const struct cell *cell) {
@@ -51,7 +56,7 @@ size_t activation_bytes(const struct runner *runner, const struct activation *ac
     case ROLE_INPUT_GRADIENT:
         return (size_t)cell->copies.rows * row;
     case ROLE_ATTENTION:
-        return attention_kept_bytes(runner->model, layer, kept_level(runner), own_tokens(runner, m));
+        return attention_kept_bytes(runner->model, layer, kept_attention(runner), own_tokens(runner, m));
     case ROLE_RESTORED_ATTENTION:
         return attention_restored_bytes(runner->model, layer, own_tokens(runner, m));
     case ROLE_FFN:
@@ -68,18 +73,17 @@ size_t activation_bytes(const struct runner *runner, const struct activation *ac
 static struct sides sides_of(const struct ranks *ranks, int layer) {
     static const int here = 0, there = 0; /* two sides are told apart by their lists of GPUs */
     const struct group *groups = ranks->schedule->groups;
-    return (struct sides){.attention_gpus = &here,
-                          .attention_count = groups[ranks->attention[layer]].gpus,
-                          .ffn_gpus = ranks->pipelined ? &here : &there,
-                          .ffn_count = groups[ranks->ffn[layer]].gpus};
+    return (struct sides){
+        .attention = {.gpus = &here, .count = groups[ranks->attention[layer]].gpus},
+        .ffn = {.gpus = ranks->pipelined ? &here : &there, .count = groups[ranks->ffn[layer]].gpus}};
 }
 
 /* Of a feed-forward role. */
 static double ffn_bytes(const struct runner *runner, const struct activation *activation) {
-    struct layer_memory memory = plan_gpu_layer_memory(
-        runner->plan, activation->layer, sides_of(&runner->ranks, activation->layer), runner->seat.index);
-    bool full = runner->plan->memory.recompute == RECOMPUTE_FULL;
-    if (activation->role == ROLE_FFN) return full ? memory.full_ffn : memory.ffn;
+    struct layer_memory memory =
+        plan_gpu_layer_memory(runner->plan, activation->layer, plan_recompute(runner->plan, 0),
+                              sides_of(&runner->ranks, activation->layer), runner->seat.index);
+    if (activation->role == ROLE_FFN) return memory.ffn;
     if (activation->role == ROLE_RESTORED_FFN) return memory.full_ffn - memory.ffn;
     return memory.expert_input;
 }
