@@ -540,19 +540,28 @@ static struct bound bound(const struct plan *plan) {
     return bound;
 }
 
-static int needs(const struct plan *plan, struct need *needs) {
+static int groups(const struct plan *plan) {
+    return plan->parallel.pp;
+}
+
+static void needs(const struct plan *plan, const struct memory *states, int count, struct need *needs) {
     struct layout *layout = layout_new(plan);
-    for (int stage = 0; stage < layout->pp; stage++) {
-        needs[stage] = stage_need(layout, stage);
-        for (int c = stage; c < layout->chunks; c += layout->pp)
-            for (int l = layout->chunk[c].first_layer;
-                 l < layout->chunk[c].first_layer + layout->chunk[c].layers; l++) {
-                needs[stage].kept_bytes += kept_bytes(layout, l);
-                needs[stage].backward_bytes = fmax(needs[stage].backward_bytes, backward_bytes(layout, l));
-            }
+    struct plan with_state = *plan;
+    layout->plan = &with_state;
+    for (int i = 0; i < count; i++, needs += layout->pp) {
+        with_state.memory = memory_with_state(plan->memory, states[i]);
+        for (int stage = 0; stage < layout->pp; stage++) {
+            struct need *need = &needs[stage];
+            *need = stage_need(layout, stage);
+            for (int c = stage; c < layout->chunks; c += layout->pp)
+                for (int k = 0; k < layout->chunk[c].layers; k++) {
+                    int layer = layout->chunk[c].first_layer + k;
+                    need->kept_bytes += kept_bytes(layout, layer);
+                    need->backward_bytes = fmax(need->backward_bytes, backward_bytes(layout, layer));
+                }
+        }
     }
     arena_free(layout->arena);
-    return plan->parallel.pp;
 }
 
 const struct system megatron = {
@@ -565,6 +574,7 @@ const struct system megatron = {
     .layouts = layouts,
     .size = size,
     .bound = bound,
+    .groups = groups,
     .needs = needs,
     .build = build,
 };

@@ -20,6 +20,8 @@ operation's place is how far round its micro-batch's trip it is: forward layer l
 - backward: backward passes first, then the older wave, then the earlier place;
 - forward: the same with forward first;
 - wave: the older wave first, a wave's passes in the order of their places.
+A transfer needs two lanes at once. Greedy lanes take whatever can start; patient ones wait for the most
+urgent.
 */
 #include "disagmoe/disagmoe.h"
 
@@ -339,6 +341,7 @@ struct schedule *ring_schedule(const struct plan *plan) {
     struct ring *ring = ring_new(plan);
     int p = ring->p, groups = 2 * p, in_flight = plan->order.wave * plan->order.waves_in_flight;
     struct schedule *schedule = schedule_new(groups, ring->layers, plan->micro_batches);
+    schedule->patient = plan->order.patient > 0;
     struct block *blocks = must_alloc((size_t)ring->layers * sizeof *blocks);
     int *last = must_alloc((size_t)plan->micro_batches * (size_t)groups * sizeof *last);
     struct ways ways = {arena_alloc(ring->arena, (size_t)p * sizeof(int)),

@@ -337,22 +337,31 @@ static struct bound outline(const struct plan *plan) {
     return (struct bound){.seconds = busiest * plan->micro_batches, .busy = busiest * plan->micro_batches};
 }
 
-static int needs(const struct plan *plan, struct need *needs) {
+static int groups(const struct plan *plan) {
+    return 2 * plan->parallel.groups;
+}
+
+static void needs(const struct plan *plan, const struct memory *states, int count, struct need *needs) {
     struct ring *ring = ring_new(plan);
+    struct plan with_state = *plan;
     int p = ring->p;
-    for (int g = 0; g < p; g++) {
-        needs[g] = ring_attention_need(ring, g);
-        needs[p + g] = ring_ffn_need(ring, g);
-        for (int l = g; l < ring->layers; l += p) {
-            const struct layer_memory *memory = &ring->memory[l];
-            needs[g].kept_bytes += memory->layer_input + memory->attention;
-            needs[p + g].kept_bytes += memory->ffn + (sends_again(ring, l) ? 0 : memory->expert_input);
-            needs[g].backward_bytes = fmax(needs[g].backward_bytes, attention_backward_bytes(ring, l));
-            needs[p + g].backward_bytes = fmax(needs[p + g].backward_bytes, ffn_backward_bytes(ring, l));
+    ring->plan = &with_state;
+    for (int i = 0; i < count; i++, needs += 2 * p) {
+        with_state.memory = memory_with_state(plan->memory, states[i]);
+        for (int g = 0; g < p; g++) {
+            needs[g] = ring_attention_need(ring, g);
+            needs[p + g] = ring_ffn_need(ring, g);
+            for (int l = g; l < ring->layers; l += p) {
+                const struct layer_memory *memory = &ring->memory[l];
+                struct need *a = &needs[g], *f = &needs[p + g];
+                a->kept_bytes += memory->layer_input + memory->attention;
+                f->kept_bytes += memory->ffn + (sends_again(ring, l) ? 0 : memory->expert_input);
+                a->backward_bytes = fmax(a->backward_bytes, attention_backward_bytes(ring, l));
+                f->backward_bytes = fmax(f->backward_bytes, ffn_backward_bytes(ring, l));
+            }
         }
     }
     ring_free(ring);
-    return 2 * p;
 }
 
 const struct system disagmoe = {
@@ -369,6 +378,7 @@ const struct system disagmoe = {
     .settle = settle,
     .outline = outline,
     .bound = bound,
+    .groups = groups,
     .needs = needs,
     .build = ring_schedule,
 };

@@ -115,14 +115,23 @@ static void read_memory(struct json value, struct point *point) {
     point->memory = raw.memory;
 }
 
+struct raw_order {
+    struct order order; /* first: its fields' offsets are those in it */
+    bool patient;
+};
+
 static void read_order(struct json value, struct order *order) {
     static const struct json_field fields[] = {
         {"wave", JSON_INT, offsetof(struct order, wave), false, 1, 1 << 20, NULL},
         {"waves_in_flight", JSON_INT, offsetof(struct order, waves_in_flight), false, 1, 1 << 20, NULL},
         {"prefer", JSON_CHOICE, offsetof(struct order, prefer), false, 0, 0, PREFER_CHOICES},
+        {"patient", JSON_BOOL, offsetof(struct raw_order, patient), false, 0, 0, NULL},
     };
-    *order = (struct order){.prefer = PREFER_OPEN};
-    if (value.node && !is_auto(value)) read_given(value, fields, COUNT(fields), order);
+    struct raw_order raw = {.order = {.prefer = PREFER_OPEN}};
+    bool given = value.node && !is_auto(value);
+    if (given) read_given(value, fields, COUNT(fields), &raw);
+    *order = raw.order;
+    order->patient = given && is_given(value, "patient") ? raw.patient : PATIENT_OPEN;
 }
 
 #define TRAIN_REAL(name, max)                                                                                \

@@ -66,7 +66,9 @@ struct order {
     int wave;            /* micro-batches that travel together; 0: to be chosen */
     int waves_in_flight; /* 0: to be chosen */
     int prefer;          /* PREFER_OPEN: to be chosen */
+    int patient;         /* whether a lane waits for its most urgent ready operation; PATIENT_OPEN */
 };
+#define PATIENT_OPEN (-1)
 
 enum placement { PLACEMENT_SPLIT, PLACEMENT_MIXED };
 #define PLACEMENT_CHOICES "split-nodes|mixed-nodes"
@@ -186,6 +188,13 @@ void plan_resize(struct plan *plan, int replicas, int replica_gpus, int attentio
 bool plan_check_cp(const struct plan *plan, int attention_gpus, const char *gpus_key, struct errors *errors);
 /* Tokens of a micro-batch on each attention GPU. */
 double plan_tokens(const struct plan *plan);
+
+/* `levers` with gradients, moments, ZeRO and offload of `state`. */
+static inline struct memory memory_with_state(struct memory levers, struct memory state) {
+    state.recompute = levers.recompute;
+    state.expert_input = levers.expert_input;
+    return state;
+}
 
 /* What the layer that is number `index` of its stage or group recomputes. */
 struct recompute plan_recompute(const struct plan *plan, int index);
@@ -323,7 +332,6 @@ struct bound {
     double bytes;   /* no GPU of the busiest group holds less: static bytes and what any order must keep */
 };
 
-#define MAX_GROUPS 4096
 /* What a group's GPU holds all step long, what ends its step, what a micro-batch keeps on it between its
    passes in all of the group's layers, and what one layer's backward pass takes beside that. */
 struct need {
@@ -352,8 +360,11 @@ struct system {
     /* A bound that needs nothing settled; NULL: bound itself is as quick. */
     struct bound (*outline)(const struct plan *plan);
     struct bound (*bound)(const struct plan *plan);
-    /* Of each group of the schedule, in its order; returns their number. needs has room for MAX_GROUPS. */
-    int (*needs)(const struct plan *plan, struct need *needs);
+    /* Groups of the schedule. */
+    int (*groups)(const struct plan *plan);
+    /* needs (count, groups): of each group, in the schedule's order, with each of the `count` states of
+       gradients, moments, ZeRO and offload in place of the plan's. */
+    void (*needs)(const struct plan *plan, const struct memory *states, int count, struct need *needs);
     struct schedule *(*build)(const struct plan *plan);
 };
 

@@ -158,16 +158,22 @@ static struct event event_pop(struct arranger *a) {
     return first;
 }
 
-static bool startable(const struct arranger *a, const struct queue *queue) {
+/* Whether its turn has come on lanes with a given order. */
+static bool is_due(const struct arranger *a, const struct queue *queue) {
     if (!queue->count) return false;
     for (int i = 0; i < queue->lane_count; i++) {
         int lane = queue->lanes[i];
-        if (a->lane_busy[lane]) return false;
         const struct lane *order = &a->schedule->lanes[lane];
         if (order->given &&
             (a->lane_done[lane] >= order->count || order->ops[a->lane_done[lane]] != queue->heap[0].op))
             return false;
     }
+    return true;
+}
+
+static bool lanes_are_free(const struct arranger *a, const struct queue *queue) {
+    for (int i = 0; i < queue->lane_count; i++)
+        if (a->lane_busy[queue->lanes[i]]) return false;
     return true;
 }
 
@@ -194,15 +200,29 @@ static void start(struct arranger *a, struct queue *queue, double now) {
     begin(a, id, now);
 }
 
-/* Starts the best operation that a free lane allows; true when one was started. */
-static bool try_lane(struct arranger *a, int lane, double now) {
-    if (a->lane_busy[lane]) return false;
+/* The queue with the most urgent operation on a lane; NULL: none. */
+static struct queue *most_urgent(struct arranger *a, int lane, bool now) {
     struct queue *best = NULL;
     for (int i = 0; i < a->lane_queue_count[lane]; i++) {
         struct queue *queue = &a->queues[a->lane_queues[lane][i]];
-        if (startable(a, queue) && (!best || entry_before(queue->heap[0], best->heap[0]))) best = queue;
+        if (!is_due(a, queue) || (now && !lanes_are_free(a, queue))) continue;
+        if (!best || entry_before(queue->heap[0], best->heap[0])) best = queue;
     }
+    return best;
+}
+
+/* Starts the best operation that a free lane allows; true when one was started. A patient lane waits for the
+   most urgent one that is ready, and starts it when it is that on all its lanes. Some operation always is, on
+   lanes that are free or will be. */
+static bool try_lane(struct arranger *a, int lane, double now) {
+    if (a->lane_busy[lane]) return false;
+    struct queue *best = most_urgent(a, lane, !a->schedule->patient);
     if (!best) return false;
+    if (a->schedule->patient) {
+        if (!lanes_are_free(a, best)) return false;
+        for (int i = 0; i < best->lane_count; i++)
+            if (most_urgent(a, best->lanes[i], false) != best) return false;
+    }
     start(a, best, now);
     return true;
 }

@@ -113,6 +113,7 @@ struct schedule {
     int *sequence; /* all operations in an order in which they may be executed, once arranged */
     int *ended;    /* in the order in which the list-scheduler saw them end; NULL before */
     int layers, micro_batches;
+    bool patient; /* the list-scheduler keeps a lane free for its most urgent ready operation */
     struct arena *arena;
 };
 
@@ -173,9 +174,9 @@ struct timeline {
 void timeline_free(struct timeline *timeline);
 
 /* The priority list-scheduler: simulates with the planned durations; whenever a lane is free it starts the
-   ready operation of smallest (priority, id) whose lanes are all free, or, on a lane with a given order, only
-   the next one. Records the order it found on every lane. False when given orders dead-lock
-   (schedule_validate names the cycle). */
+   ready operation of smallest (priority, id) whose lanes are all free (patient: of all, when its lanes are),
+   or, on a lane with a given order, only the next one. Records the order it found on every lane. False when
+   given orders dead-lock (schedule_validate names the cycle). */
 bool schedule_arrange(struct schedule *schedule, struct timeline *timeline);
 /* The same, but gives up (false, no order recorded) as soon as some lane cannot end before `limit` seconds.
  */

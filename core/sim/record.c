@@ -70,6 +70,7 @@ static cJSON *order_json(const struct result *result) {
     json_add_number(object, "wave", result->plan.order.wave);
     json_add_number(object, "waves_in_flight", result->plan.order.waves_in_flight);
     add_word(object, "prefer", PREFER_CHOICES, result->plan.order.prefer);
+    cJSON_AddBoolToObject(object, "patient", result->plan.order.patient);
     return object;
 }
 
@@ -182,6 +183,7 @@ static const char *const columns[] = {"system",
                                       "order.wave",
                                       "order.waves_in_flight",
                                       "order.prefer",
+                                      "order.patient",
                                       "placement",
                                       "step_time_s",
                                       "tokens_per_s",
