@@ -52,7 +52,7 @@ bool checkpoint_folder_check(const char *folder, double bytes, struct errors *er
     if (!sound || statvfs(folder, &disk) != 0 || !disk.f_blocks) return sound; /* not known: it is tried */
     double room = (double)disk.f_bavail * (double)disk.f_frsize;
     if (room >= bytes) return true;
-    errors_add(errors, folder, NULL, "a checkpoint needs %.3f GB; the disk has %.3f GB left", bytes / 1e9,
+    errors_add(errors, folder, NULL, "a checkpoint needs %.3g GB; the disk has %.3g GB left", bytes / 1e9,
                room / 1e9);
     return false;
 }
