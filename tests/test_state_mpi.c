@@ -32,14 +32,18 @@ struct setting {
     const char *parallel;
     bool tied;
     int vocab;
+    const char *head;
 };
 static const struct setting settings[] = {
-    {"stages_of_3", "megatron", 6, "\"pp\":1,\"vpp\":1,\"ep\":3", false, 31},
-    {"two_stages_tied", "megatron", 8, "\"pp\":2,\"vpp\":1,\"ep\":2", true, 31},
-    {"separate_2_to_1_tied", "disagmoe", 6, "\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":1", true, 31},
-    {"separate_1_to_2", "disagmoe", 12, "\"groups\":2,\"attn_gpus\":1,\"ffn_gpus\":2", false, 31},
+    {"stages_of_3", "megatron", 6, "\"pp\":1,\"vpp\":1,\"ep\":3", false, 31, "last-ffn"},
+    {"two_stages_tied", "megatron", 8, "\"pp\":2,\"vpp\":1,\"ep\":2", true, 31, "last-ffn"},
+    {"separate_2_to_1_tied", "disagmoe", 6, "\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":1", true, 31,
+     "last-ffn"},
+    {"separate_1_to_2", "disagmoe", 12, "\"groups\":2,\"attn_gpus\":1,\"ffn_gpus\":2", false, 31, "last-ffn"},
+    {"heads_of_2_groups_tied", "disagmoe", 8, "\"groups\":2,\"attn_gpus\":2,\"ffn_gpus\":2,\"cp\":2", true,
+     31, "all-ffn"},
     /* slices of more than one message */
-    {"large_tensors", "megatron", 3, "\"pp\":1,\"vpp\":1,\"ep\":3", false, 9000},
+    {"large_tensors", "megatron", 3, "\"pp\":1,\"vpp\":1,\"ep\":3", false, 9000, "last-ffn"},
 };
 
 /* ---- a rank: help ------------------------------------------------------------------------------------ */
@@ -83,9 +87,11 @@ static void read_setting(struct run *run, const struct setting *setting) {
              "\"sinks\":true},\"moe\":{\"experts\":7,\"top_k\":2,\"expert_hidden\":5,\"shared_experts\":1,"
              "\"dense_layers\":1,\"dense_hidden\":9,\"bias\":true}},\"cluster\":%s,\"systems\":[\"%s\"],"
              "\"seq_len\":8,\"micro_batches\":2,\"parallel\":{%s},\"memory\":{},"
-             "\"order\":{\"wave\":1,\"waves_in_flight\":1},\"placement\":\"mixed-nodes\",\"costs\":{\"attn_"
+             "\"order\":{\"wave\":1,\"waves_in_flight\":1},\"placement\":\"mixed-nodes\",\"head\":\"%s\","
+             "\"costs\":{\"attn_"
              "fwd_s\":1,\"ffn_fwd_s\":1}}",
-             setting->vocab, setting->tied ? "true" : "false", printed, setting->system, setting->parallel);
+             setting->vocab, setting->tied ? "true" : "false", printed, setting->system, setting->parallel,
+             setting->head);
     experiment_read_text(text.text, "experiments/test.json", &run->experiment, &errors);
     check(!errors.count, "%s", errors.count ? errors.messages[0] : "");
     free(text.text);

@@ -7,6 +7,7 @@ alone are staged: they are added in the ranks' order, whichever arrives first.
 #include "train/collectives.h"
 #include "train/waiting.h"
 
+#include <assert.h>
 #include <stdlib.h>
 
 static int run_size(const struct runner *runner) {
@@ -36,12 +37,22 @@ static MPI_Datatype piece_type(size_t count, MPI_Datatype element) {
     return type;
 }
 
+/* Of a compute lane that is in the middle of attention. */
+static void wait_for_run(struct runner *runner, MPI_Request *requests, int count) {
+    pulse_set(runner->pulse, RESOURCE_COMPUTE, PULSE_WAIT, "attention, waiting for the ranks of a sequence");
+    wait_all(requests, count);
+    pulse_set(runner->pulse, RESOURCE_COMPUTE, PULSE_WORK, "attention");
+}
+
+/* All that is gathered is made of ints or of wider numbers: in bytes a long piece might be too many. */
 static void gather(void *owner, void *pieces, int sequences, size_t bytes) {
     struct runner *runner = owner;
     int cp = run_size(runner), own = place_in_run(runner), open = 0;
     if (!sequences) return;
+    assert(bytes % sizeof(int) == 0);
     MPI_Request *requests = must_alloc(2 * (size_t)cp * sizeof(MPI_Request));
-    MPI_Datatype piece = piece_type(bytes, MPI_BYTE), sent = pieces_type(runner, own, sequences, piece);
+    MPI_Datatype piece = piece_type(bytes / sizeof(int), MPI_INT),
+                 sent = pieces_type(runner, own, sequences, piece);
     for (int i = 0; i < cp; i++) {
         if (i == own) continue;
         MPI_Datatype received = pieces_type(runner, i, sequences, piece);
@@ -49,7 +60,7 @@ static void gather(void *owner, void *pieces, int sequences, size_t bytes) {
         MPI_Irecv(pieces, 1, received, i, 0, runner->run, &requests[open++]);
         MPI_Type_free(&received);
     }
-    wait_all(requests, open);
+    wait_for_run(runner, requests, open);
     MPI_Type_free(&sent);
     MPI_Type_free(&piece);
     free(requests);
@@ -84,7 +95,7 @@ static void scatter(void *owner, floatX *pieces, int sequences, size_t count) {
         MPI_Irecv(staged + i * part, 2 * sequences, piece, i, 0, runner->run, &requests[open++]);
         MPI_Type_free(&sent);
     }
-    wait_all(requests, open);
+    wait_for_run(runner, requests, open);
     for (int i = 0; i < cp; i++)
         if (i != own) add_pieces(runner, pieces, staged + i * part, sequences, count);
     MPI_Type_free(&piece);
