@@ -105,6 +105,9 @@ qwen3 disagmoe parallel={"groups":1,"attn_gpus":5,"ffn_gpus":3} global_batch=12
 qwen3 disagmoe parallel={"groups":4,"attn_gpus":1,"ffn_gpus":1} order={"wave":1,"waves_in_flight":8,"prefer":"backward"}
 gptoss disagmoe parallel={"groups":1,"attn_gpus":1,"ffn_gpus":2} micro_batch_size=2 memory.recompute=full
 deepseek disagmoe parallel={"groups":3,"attn_gpus":1,"ffn_gpus":1} memory.expert_input=resend memory.recompute=none
+qwen3 megatron parallel={"pp":2,"vpp":1,"ep":4,"cp":4} memory.recompute={"attention":"projections","ffn":"none"}
+gptoss disagmoe parallel={"groups":2,"attn_gpus":2,"ffn_gpus":2,"cp":2} head=all-ffn memory.recompute={"attention":"full","ffn":"activation","layers":1}
+deepseek disagmoe parallel={"groups":1,"attn_gpus":4,"ffn_gpus":3,"cp":2} head=all-ffn memory.recompute={"attention":"norms","ffn":"full"}
 END
 binary=$disagmoe
 
@@ -311,12 +314,18 @@ cp "$work/out" "$work/whole"
 expect 0 train $qwen3 --system disagmoe --steps 6 --resume "$kept/step-00000002" --json
 json 'same(steps(sys.argv[1])[2:], steps(sys.argv[2]))' "$work/whole" "$work/out"
 if ! $sanitize; then
-    # The other system goes on with the same parameters: float32 rounds differently, no more.
-    expect 0 train $qwen3 --system megatron --steps 6 --resume "$kept/step-00000002" --json
-    json '
+    # The other system, and sequences in pieces, go on with the same parameters: float32 rounds differently, no more.
+    while read -r system sets; do
+        # shellcheck disable=SC2086
+        expect 0 train $qwen3 --system "$system" --steps 6 --resume "$kept/step-00000002" --json $sets
+        json '
 for a, b in zip(steps(sys.argv[1])[2:], steps(sys.argv[2]), strict=True):
     assert abs(a["loss"] - b["loss"]) < 1e-3 * a["loss"], (a, b)
 ' "$work/whole" "$work/out"
+    done <<'END'
+megatron
+disagmoe --set parallel.cp=2 --set head=all-ffn
+END
     expect 0 train $qwen3 --system disagmoe --steps 6 --resume "$kept"
     out_has "no step is left to do"
     # A run that goes on keeps its seed, and says so where another one is given.

@@ -47,7 +47,7 @@ static double tokens_of(const struct plan *plan) {
 
 /* ---- the table --------------------------------------------------------------------------------------- */
 
-/* "A 2 + F 2, 2 groups" or "pp 2 x ep 2 x dp 2, vpp 2" */
+/* "A 2 + F 2, 2 groups, cp 2" or "pp 2 x ep 2 x dp 2, vpp 2" */
 static void print_layout(const struct plan *plan) {
     const struct parallel *parallel = &plan->parallel;
     if (!plan->micro_batches) {
@@ -60,6 +60,7 @@ static void print_layout(const struct plan *plan) {
         printf("pp %d x ep %d x dp %d", parallel->pp, parallel->ep, plan->replicas);
         if (parallel->vpp > 1) printf(", vpp %d", parallel->vpp);
     }
+    if (parallel->cp > 1) printf(", cp %d", parallel->cp);
 }
 
 void training_report_begin(const struct training_report *report) {
