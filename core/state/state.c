@@ -350,7 +350,9 @@ static uint64_t rounding_key(const struct state *state, enum component component
                              const struct parameter *parameter, int64_t step, int micro_batch) {
     struct seat seat = seat_of(state->ranks, state->rank);
     int64_t first = attention_batch(state->ranks, seat.replica, micro_batch, 0).first_sequence;
-    int part = parameter->owner == OWNER_EXPERT ? 0 : seat.index;
+    int part = parameter->owner == OWNER_EXPERT ? 0
+               : component == COMPONENT_HEAD    ? head_part(state->ranks, seat)
+                                                : seat.index;
     const uint64_t numbers[] = {(uint64_t)step, (uint64_t)first, (uint64_t)component, (uint64_t)part};
     return parameter_key(parameter, rng_seed_of(numbers, COUNT(numbers)));
 }
