@@ -100,7 +100,7 @@ static char *random_case(struct rng *rng, struct wanted wanted) {
         "\"placement\": \"mixed-nodes\", \"head\": \"%s\", \"seed\": %d, %s}",
         layers + rng_below(rng, 2) + (wanted.family == NOISY), rng_below(rng, 3) ? "false" : "true",
         attention_of[wanted.family], whole ? 6 : experts, 1 + rng_below(rng, 3), moe_of[wanted.family], RANKS,
-        RANKS, wanted.system, whole ? 24 * wanted.cp * (1 + some % 3) : seq_len, 1 + rng_below(rng, 2),
+        RANKS, wanted.system, whole ? 48 * wanted.cp * (1 + some % 2) : seq_len, 1 + rng_below(rng, 2),
         sized ? "micro_batches" : "global_batch", sized ? pp * (1 + rng_below(rng, 2)) : batch, pp, sizes.vpp,
         sizes.ep, sizes.groups, sizes.attn, sizes.ffn, wanted.cp, 1 + rng_below(rng, 3),
         1 + rng_below(rng, 2), word(rng, prefer, 3), rng_below(rng, 2) ? "last-ffn" : "all-ffn",
