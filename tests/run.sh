@@ -15,7 +15,7 @@ trap 'rm -rf "$out"' EXIT
 trap 'kill $(cat "$out"/*.pid) 2>/dev/null; wait; exit 130' INT TERM
 # One thread each: the tests themselves run side by side.
 export OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=suppressions=$PWD/tests/tsan.supp:exitcode=66 LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0
+export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=suppressions=$PWD/tests/tsan.supp:exitcode=66:history_size=7 LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0
 
 count() { # of tests that cmocka sums up as $2 in the output $1
     sed -n "s/.*\[  $2 *\] \([0-9]*\) test(s).*/\1/p" "$1" | awk '{n += $1} END {print n + 0}'

@@ -15,12 +15,14 @@ once.
 #include <float.h>
 #include <limits.h>
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 /* Property tests run this many cases, fewer under valgrind. */
@@ -693,7 +695,27 @@ static void folders_are_made(void **state) {
     assert_true(make_folder_of("plain", &bench->errors));
     assert_true(file_write_atomic(file, "x", 1, &bench->errors));
     assert_false(make_folder_of(arena_printf(bench->arena, "%s/d/e", file), &bench->errors));
-    ASSERT_ERRORS(bench, arena_printf(bench->arena, "%s: the folder cannot be made: File exists", file));
+    ASSERT_ERRORS(bench, arena_printf(bench->arena, "%s: is no folder", file));
+}
+
+/* What file_write_atomic will be able to write is known before, and nothing is left of the trial. */
+static void writable_places_are_known(void **state) {
+    struct bench *bench = *state;
+    char *file = arena_printf(bench->arena, "%s/a/out", bench->folder);
+    char *folder = arena_printf(bench->arena, "%s/a", bench->folder);
+    assert_true(file_is_writable(file, &bench->errors));
+    assert_int_equal(entries(folder), 0);
+    assert_true(file_write_atomic(file, "old", 3, &bench->errors));
+    assert_true(file_is_writable(file, &bench->errors) && file_is_writable("/dev/null", &bench->errors));
+    assert_string_equal(content_of(bench, file), "old");
+    assert_int_equal(entries(folder), 1);
+    assert_int_equal(bench->errors.count, 0);
+    assert_false(file_is_writable(folder, &bench->errors));
+    ASSERT_ERRORS(bench, arena_printf(bench->arena, "%s: cannot be written: Is a directory", folder));
+    assert_false(file_is_writable(arena_printf(bench->arena, "%s/below", file), &bench->errors));
+    ASSERT_ERRORS(bench, arena_printf(bench->arena, "%s: is no folder", file));
+    assert_false(file_is_writable("/proc/out", &bench->errors));
+    ASSERT_ERRORS(bench, "/proc/out: cannot be written: No such file or directory");
 }
 
 static void growing_files_replace_when_whole(void **state) {
@@ -903,6 +925,78 @@ static void durations_read_well(void **state) {
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 
+/* ---- pulse ------------------------------------------------------------------------------------------- */
+
+struct patient {
+    struct pulse *pulse;
+    int orders, answers; /* pipes' ends: a byte is a kind; an answer to each when it is so */
+};
+
+/* Does what it is told: works (a while, then no more), or waits. */
+static void *be_watched(void *argument) {
+    const struct patient *patient = argument;
+    char order;
+    while (read(patient->orders, &order, 1) == 1) {
+        struct timespec until, now;
+        pulse_set(patient->pulse, 2, (enum pulse_kind)order, "thread %d", 2);
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &until);
+        do clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+        while (now.tv_sec == until.tv_sec && now.tv_nsec < until.tv_nsec + 1000 * 1000);
+        if (write(patient->answers, &order, 1) != 1) break;
+    }
+    return NULL;
+}
+
+static void tell(int orders, int answers, enum pulse_kind kind) {
+    char order = (char)kind, answer;
+    assert_int_equal(write(orders, &order, 1), 1);
+    assert_int_equal(read(answers, &answer, 1), 1);
+}
+
+/* Waits until the thread sleeps in its pipe: then it has no processor time any more. */
+static uint64_t life_at_rest(struct pulse *pulse) {
+    uint64_t before, life = pulse_read(pulse).life;
+    const struct timespec nap = {.tv_nsec = 20 * 1000 * 1000};
+    do {
+        before = life;
+        nanosleep(&nap, NULL);
+        life = pulse_read(pulse).life;
+    } while (life != before);
+    return life;
+}
+
+static void pulse_goes_on_with_work(void **state) {
+    (void)state;
+    int orders[2], answers[2];
+    assert_true(pipe(orders) == 0 && pipe(answers) == 0);
+    struct patient patient = {pulse_new(), orders[0], answers[1]};
+    pthread_t thread;
+    assert_true(pulse_read(patient.pulse).waits);
+    assert_string_equal(pulse_read(patient.pulse).text, "");
+    assert_int_equal(pthread_create(&thread, NULL, be_watched, &patient), 0);
+    tell(orders[1], answers[0], PULSE_WORK);
+    assert_false(pulse_read(patient.pulse).waits);
+    assert_string_equal(pulse_read(patient.pulse).text, "thread 2");
+    uint64_t life = life_at_rest(patient.pulse);
+    pulse_set(patient.pulse, 0, PULSE_WAIT, "the main one"); /* a thread that does something else is a sign */
+    uint64_t next = life_at_rest(patient.pulse);
+    assert_true(next != life);
+    assert_string_equal(pulse_read(patient.pulse).text, "thread 2"); /* who works tells more */
+    tell(orders[1], answers[0], PULSE_WAIT);
+    assert_true(pulse_read(patient.pulse).waits);
+    assert_string_equal(pulse_read(patient.pulse).text, "the main one"); /* it has waited longer */
+    tell(orders[1], answers[0], PULSE_WORK);
+    life = life_at_rest(patient.pulse);
+    tell(orders[1], answers[0], PULSE_WORK); /* a millisecond of work */
+    assert_true(life_at_rest(patient.pulse) >= life + 1000 * 1000);
+    close(orders[1]);
+    pthread_join(thread, NULL);
+    assert_true(pulse_read(patient.pulse).life < life); /* a thread that has ended has no time of its own */
+    close(orders[0]), close(answers[0]), close(answers[1]);
+    pulse_free(patient.pulse);
+    pulse_set(NULL, 0, PULSE_WORK, "nobody looks");
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         TEST(arena_gives_zeroed_aligned_separate_memory),
@@ -936,6 +1030,7 @@ int main(void) {
         TEST(full_disk_keeps_the_old_content),
         TEST(unwritable_places_are_named),
         TEST(folders_are_made),
+        TEST(writable_places_are_known),
         TEST(paths_beside),
         TEST(growing_files_replace_when_whole),
         TEST(growing_files_keep_whole_pieces),
@@ -943,6 +1038,7 @@ int main(void) {
         TEST(loops_run_each_index_once),
         TEST(loops_stop_when_told),
         TEST(one_job_runs_in_order),
+        TEST(pulse_goes_on_with_work),
         TEST(progress_is_a_line_now_and_then),
         TEST(durations_read_well),
     };

@@ -50,6 +50,7 @@ struct setting {
     int gpus;
     const char *parallel, *memory;
     int expert_hidden;
+    const char *head; /* NULL: last-ffn */
 };
 
 struct run {
@@ -81,9 +82,10 @@ static char *manifest_of(struct setting setting) {
         "\"attention\":{\"heads\":4,\"kv_heads\":2,\"head_dim\":6,\"qk_norm\":true,\"bias\":true},"
         "\"moe\":{\"experts\":7,\"top_k\":2,\"expert_hidden\":%d,\"shared_experts\":1,\"dense_layers\":1,"
         "\"dense_hidden\":9,\"bias\":true}},\"cluster\":%s,\"systems\":[\"%s\"],\"seq_len\":8,"
-        "\"micro_batches\":4,\"placement\":\"mixed-nodes\",\"parallel\":{%s},\"memory\":{%s}}",
+        "\"micro_batches\":4,\"placement\":\"mixed-nodes\",\"parallel\":{%s},\"memory\":{%s},\"head\":\"%"
+        "s\"}",
         setting.expert_hidden ? setting.expert_hidden : 5, printed, setting.system, setting.parallel,
-        setting.memory);
+        setting.memory, setting.head ? setting.head : "last-ffn");
     cJSON_free(printed);
     cJSON_Delete(cluster.node);
     arena_free(arena);
@@ -284,7 +286,7 @@ static void round_trip(void) {
                                          "\"zero\":1,\"moments\":\"bf16\""};
     for (int i = 0; i < (int)COUNT(memory); i++) {
         struct run *run =
-            run_open((struct setting){"megatron", 4, "\"pp\":1,\"vpp\":1,\"ep\":2", memory[i], 0});
+            run_open((struct setting){"megatron", 4, "\"pp\":1,\"vpp\":1,\"ep\":2", memory[i], 0, NULL});
         const char *where = in_folder("a/b-%d", i); /* two folders that are not there yet */
         visit(run->state, false, 1, true);
         write_step(run, where, 5);
@@ -304,12 +306,18 @@ static void round_trip(void) {
 /* From the first layout through all others and back, values and moments known by name everywhere. */
 static void layouts(void) {
     static const struct setting settings[] = {
-        {"megatron", 8, "\"pp\":2,\"vpp\":1,\"ep\":2", "\"zero\":1,\"moments\":\"bf16\"", 0}, /* dp 2 */
-        {"disagmoe", 5, "\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":3", "\"zero\":0,\"moments\":\"fp32\"", 0},
-        {"disagmoe", 6, "\"groups\":2,\"attn_gpus\":1,\"ffn_gpus\":2", "\"zero\":1,\"moments\":\"fp32\"", 0},
-        {"megatron", 1, "\"pp\":1,\"vpp\":1,\"ep\":1", "\"zero\":0,\"moments\":\"bf16\"", 0},
-        {"disagmoe", 8, "\"groups\":1,\"attn_gpus\":3,\"ffn_gpus\":1", "\"zero\":1,\"moments\":\"bf16\"", 0},
-        {"megatron", 8, "\"pp\":2,\"vpp\":1,\"ep\":2", "\"zero\":0,\"moments\":\"fp32\"", 0}};
+        {"megatron", 8, "\"pp\":2,\"vpp\":1,\"ep\":2", "\"zero\":1,\"moments\":\"bf16\"", 0, NULL}, /* dp 2 */
+        {"disagmoe", 5, "\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":3", "\"zero\":0,\"moments\":\"fp32\"", 0,
+         NULL},
+        {"disagmoe", 6, "\"groups\":2,\"attn_gpus\":1,\"ffn_gpus\":2", "\"zero\":1,\"moments\":\"fp32\"", 0,
+         NULL},
+        {"disagmoe", 8, "\"groups\":2,\"attn_gpus\":2,\"ffn_gpus\":2,\"cp\":2",
+         "\"zero\":1,\"moments\":\"fp32\"", 0, "all-ffn"},
+        {"megatron", 4, "\"pp\":1,\"vpp\":1,\"ep\":4,\"cp\":4", "\"zero\":0,\"moments\":\"fp32\"", 0, NULL},
+        {"megatron", 1, "\"pp\":1,\"vpp\":1,\"ep\":1", "\"zero\":0,\"moments\":\"bf16\"", 0, NULL},
+        {"disagmoe", 8, "\"groups\":1,\"attn_gpus\":3,\"ffn_gpus\":1", "\"zero\":1,\"moments\":\"bf16\"", 0,
+         NULL},
+        {"megatron", 8, "\"pp\":2,\"vpp\":1,\"ep\":2", "\"zero\":0,\"moments\":\"fp32\"", 0, NULL}};
     for (int i = 0; i < (int)COUNT(settings); i++) {
         struct run *run = run_open(settings[i]);
         if (i == 0 && run->state) visit(run->state, true, 3, true);
@@ -321,8 +329,8 @@ static void layouts(void) {
 }
 
 /* For builds of two precisions: one writes in its own, the other reads. */
-static const struct setting PRECISION = {"megatron", 2, "\"pp\":1,\"vpp\":1,\"ep\":2",
-                                         "\"zero\":1,\"moments\":\"fp32\"", 0};
+static const struct setting PRECISION = {
+    "megatron", 2, "\"pp\":1,\"vpp\":1,\"ep\":2", "\"zero\":1,\"moments\":\"fp32\"", 0, NULL};
 static void write_precision(void) {
     struct run *run = run_open(PRECISION);
     visit(run->state, false, 4, true);
@@ -339,8 +347,8 @@ static void read_precision(void) {
 
 /* ---- cases: damage ----------------------------------------------------------------------------------- */
 
-static const struct setting FOUR = {"megatron", 4, "\"pp\":1,\"vpp\":1,\"ep\":2",
-                                    "\"zero\":1,\"moments\":\"fp32\"", 0};
+static const struct setting FOUR = {
+    "megatron", 4, "\"pp\":1,\"vpp\":1,\"ep\":2", "\"zero\":1,\"moments\":\"fp32\"", 0, NULL};
 
 static struct bytes file_bytes(const char *file) {
     struct stat status;

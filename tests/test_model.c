@@ -10,6 +10,7 @@ time, the sizes that the models' makers publish, and imports of their configurat
 
 #include "model/model.h"
 
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -385,6 +386,29 @@ static void layers_have_their_kind_and_window(void **state) {
         for (int layer = 0; layer < 4; layer++)
             assert_int_equal(model_layer_window(&m, layer), windows[choice][layer % 2]);
     }
+}
+
+/* By whole numbers, with factors of two decimals; S where there is none, or more than S would fit. */
+static void capacities_by_whole_numbers(void **state) {
+    (void)state;
+    struct model m = everything();
+    struct rng rng = rng_seed(5);
+    for (int i = 0; i < cases(200000); i++) {
+        long long percent = 1 + rng_below(&rng, 300), seq_len = 1 + rng_below(&rng, 32768);
+        m.moe.experts = 1 + rng_below(&rng, 256);
+        m.moe.top_k = 1 + rng_below(&rng, m.moe.experts);
+        m.moe.capacity_factor = (double)percent / 100;
+        long long parts = 100LL * m.moe.experts,
+                  copies = (percent * seq_len * m.moe.top_k + parts - 1) / parts;
+        int found = model_expert_capacity(&m, (int)seq_len);
+        if (found != (copies < seq_len ? copies : seq_len))
+            fail_msg("%lld %% of %lld tokens, top %d of %d: %d copies, expected %lld", percent, seq_len,
+                     m.moe.top_k, m.moe.experts, found, copies);
+    }
+    m.moe.capacity_factor = 0;
+    assert_int_equal(model_expert_capacity(&m, 77), 77);
+    m.moe.capacity_factor = 1e6;
+    assert_int_equal(model_expert_capacity(&m, INT_MAX), INT_MAX);
 }
 
 /* ---- work, counted by loops -------------------------------------------------------------------------- */
@@ -1149,6 +1173,7 @@ int main(void) {
         TEST(sizes_are_as_published),
         TEST(parameters_by_hand),
         TEST(layers_have_their_kind_and_window),
+        TEST(capacities_by_whole_numbers),
         TEST(attention_work_by_loops),
         TEST(full_attention_is_half_a_square),
         TEST(attention_bytes_by_hand),

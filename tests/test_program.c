@@ -26,8 +26,9 @@ static const char manifest[] =
     "\"dense_layers\": %d, \"dense_hidden\": 8, \"shared_experts\": %d}}, \"cluster\": "
     "\"experiments/clusters/h800-16x8.json\", \"systems\": [\"%s\"], \"seq_len\": 8, \"micro_batches\": %d, "
     "\"parallel\": {\"pp\": %d, \"vpp\": %d, \"ep\": %d, \"groups\": %d, \"attn_gpus\": %d, \"ffn_gpus\": "
-    "%d}, "
-    "\"memory\": {\"recompute\": \"%s\", \"expert_input\": \"%s\"}, \"order\": {\"wave\": %d, "
+    "%d, \"cp\": %d}, "
+    "\"memory\": {\"recompute\": {\"attention\": \"%s\", \"ffn\": \"%s\", \"layers\": %d}, \"expert_input\": "
+    "\"%s\"}, \"head\": \"%s\", \"order\": {\"wave\": %d, "
     "\"waves_in_flight\": %d, \"prefer\": \"%s\"}, \"placement\": \"mixed-nodes\", \"costs\": "
     "{\"attn_fwd_s\": %g, "
     "\"attn_bwd_s\": %g, \"ffn_fwd_s\": %g, \"ffn_bwd_s\": %g, \"dispatch_s\": %g, \"combine_s\": %g, "
@@ -48,14 +49,17 @@ static double cost(struct rng *rng, bool zeros) {
 static char *random_manifest(struct rng *rng, const char *system, bool zeros) {
     struct text text = {0};
     int pp = 1 + rng_below(rng, 3), vpp = 1 + rng_below(rng, 2), rounds = 1 + rng_below(rng, 3);
-    int layers = pp * vpp + rng_below(rng, 3);
+    int layers = pp * vpp + rng_below(rng, 3), cp = 1 << rng_below(rng, 3);
     text_add(&text, manifest, layers, rng_below(rng, layers), rng_below(rng, 2), system, pp * rounds, pp, vpp,
-             1 + rng_below(rng, 3), 1 + rng_below(rng, layers < 3 ? layers : 3), 1 + rng_below(rng, 3),
-             1 + rng_below(rng, 3), pick(rng, "none", "selective", "full"),
-             pick(rng, "keep", "resend", "resend"), 1 + rng_below(rng, 3), 1 + rng_below(rng, 2),
-             pick(rng, "backward", "forward", "wave"), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros),
+             cp * (1 + rng_below(rng, 2)), 1 + rng_below(rng, layers < 3 ? layers : 3),
+             cp * (1 + rng_below(rng, 2)), 1 + rng_below(rng, 3), cp,
+             rng_below(rng, 2) ? pick(rng, "none", "norms", "projections") : "full",
+             pick(rng, "none", "activation", "full"), 1 + rng_below(rng, 3),
+             pick(rng, "keep", "resend", "resend"), pick(rng, "last-ffn", "all-ffn", "all-ffn"),
+             1 + rng_below(rng, 3), 1 + rng_below(rng, 2), pick(rng, "backward", "forward", "wave"),
              cost(rng, zeros), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros),
-             cost(rng, zeros), cost(rng, zeros), cost(rng, zeros));
+             cost(rng, zeros), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros),
+             cost(rng, zeros));
     return text.text;
 }
 

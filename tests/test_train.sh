@@ -59,9 +59,10 @@ qwen3=experiments/tiny-qwen3.json
 # ---- against the single-process reference ----------------------------------------------------------------------------
 
 verified() { # RUNS TOLERANCE ARGUMENT...: with --verify --json, RUNS of them
-    local runs=$1 tolerance=$2
+    local runs=$1 tolerance=$2 dtype=fp32
     shift 2
-    expect 0 train "$@" --verify --json
+    [ "$binary" = "$disagmoe" ] || dtype=fp64
+    expect 0 train "$@" --set model.dtype=$dtype --verify --json
     err_empty
     json '
 verdicts = [r for r in rows(sys.argv[1]) if "loss_rel" in r]
@@ -104,6 +105,9 @@ qwen3 disagmoe parallel={"groups":1,"attn_gpus":5,"ffn_gpus":3} global_batch=12
 qwen3 disagmoe parallel={"groups":4,"attn_gpus":1,"ffn_gpus":1} order={"wave":1,"waves_in_flight":8,"prefer":"backward"}
 gptoss disagmoe parallel={"groups":1,"attn_gpus":1,"ffn_gpus":2} micro_batch_size=2 memory.recompute=full
 deepseek disagmoe parallel={"groups":3,"attn_gpus":1,"ffn_gpus":1} memory.expert_input=resend memory.recompute=none
+qwen3 megatron parallel={"pp":2,"vpp":1,"ep":4,"cp":4} memory.recompute={"attention":"projections","ffn":"none"}
+gptoss disagmoe parallel={"groups":2,"attn_gpus":2,"ffn_gpus":2,"cp":2} head=all-ffn memory.recompute={"attention":"full","ffn":"activation","layers":1}
+deepseek disagmoe parallel={"groups":1,"attn_gpus":4,"ffn_gpus":3,"cp":2} head=all-ffn memory.recompute={"attention":"norms","ffn":"full"}
 END
 binary=$disagmoe
 
@@ -182,9 +186,49 @@ assert abs(steps[0]["loss"] - steps[1]["loss"]) < 1e-4 < abs(steps[0]["loss"] - 
 ' "$work/out"
 fi
 
+# ---- precision -------------------------------------------------------------------------------------------------------
+
+if ! $sanitize; then
+    # A model of another dtype is trained all the same, in what the program computes in; one line says so.
+    expect 0 train $qwen3 --steps 1 --system disagmoe --set model.dtype=bf16 --json
+    err_is_one_line
+    err_has "disagmoe: train: note: $qwen3: model.dtype: found bf16 for tiny-qwen3; this program computes in fp32"
+    json 'assert rows(sys.argv[1])[-1]["dtype"] == "fp32"' "$work/out"
+    binary=$double
+    expect 0 train $qwen3 --steps 1 --system disagmoe --json
+    err_is_one_line
+    err_has "found fp32 for tiny-qwen3; this program computes in fp64"
+    json 'assert rows(sys.argv[1])[-1]["dtype"] == "fp64"' "$work/out"
+    binary=$disagmoe
+
+    # Gradients of 4,096 like micro-batches, summed in BF16: the norm is FP32's, up to what 8 bits leave (test_layers.c).
+    for _ in $(seq 1000); do printf '\005\011\015\025'; done >"$work/same"
+    for grads in fp32 bf16; do
+        expect 0 train $qwen3 --system megatron --steps 1 --data "$work/same" --set model.layers=1 --set seq_len=4 \
+            --set 'parallel={"pp":1,"vpp":1,"ep":1}' --set global_batch=4096 --set memory.grads=$grads --json
+        cp "$work/out" "$work/$grads"
+    done
+    json 'a, b = (steps(f)[0]["grad_norm"] for f in sys.argv[1:])
+assert abs(a / b - 1) < 0.01, f"{a} {b}"' "$work/bf16" "$work/fp32"
+    # Rounding goes by what is summed: the same bits again, and whatever group or stage a layer is in.
+    while read -r system gpus parallel; do
+        expect 0 train $qwen3 --system "$system" --steps 3 --set "parallel=$parallel" --set 'memory={"grads":"bf16"}' \
+            --set cluster.gpus_per_node="$gpus" --set cluster.nics_per_node="$gpus" --json
+        [ -e "$work/$system" ] || cp "$work/out" "$work/$system"
+        json 'a, b = ([s["loss"] for s in steps(f)] for f in sys.argv[1:])
+assert a == b, f"{a} {b}"' "$work/$system" "$work/out"
+    done <<'END'
+megatron 1 {"pp":1,"vpp":1,"ep":1}
+megatron 4 {"pp":4,"vpp":1,"ep":1}
+megatron 4 {"pp":4,"vpp":1,"ep":1}
+disagmoe 2 {"groups":1,"attn_gpus":1,"ffn_gpus":1}
+disagmoe 8 {"groups":4,"attn_gpus":1,"ffn_gpus":1}
+END
+fi
+
 # ---- usage and wrong input -------------------------------------------------------------------------------------------
 
-for wrong in "--steps 0" "--tolerance x" "--every 2" "--resume a --import b" --unheard; do
+for wrong in "--steps 0" "--tolerance x" "--timeout -1" "--timeout inf" "--every 2" "--resume a --import b" --unheard; do
     # shellcheck disable=SC2086
     expect 2 train $qwen3 $wrong
     err_is_one_line
@@ -206,10 +250,34 @@ err_has "disagmoe: $work/empty: is empty"
 expect 2 train $qwen3 --data "$work/letters"
 err_is_one_line
 err_has "disagmoe: $work/letters: byte 0 is 84; the model's vocabulary has ids 0 to 63"
+# What never ends.
+mkfifo "$work/pipe"
+for endless in /dev/zero "$work/pipe" /dev; do
+    expect 2 train $qwen3 --data "$endless"
+    err_is_one_line
+    err_matches "^disagmoe: $endless: is a (device|pipe|folder).*; allowed is a regular file"
+done
 if ! $sanitize; then
     expect 0 train $qwen3 --data "$work/letters" --set model.vocab=256 --steps 1 --system disagmoe --json
     json 'assert rows(sys.argv[1])[-1]["entropy"] is None' "$work/out"
 fi
+# What is needed at the end alone is looked at before the first step.
+while read -r options; do
+    # shellcheck disable=SC2086
+    expect 2 train $qwen3 --system disagmoe $options --json
+    err_is_one_line
+    err_matches '^disagmoe: (/proc|--trace|'"$work"').*: (is no folder|cannot be|the folder cannot be made|found .* the file of --jsonl)'
+    [ ! -s "$work/out" ] || fail "steps before what is wrong was found: $options"
+done <<END
+--checkpoint $work/letters
+--checkpoint $work/letters/below
+--checkpoint /proc
+--trace $work
+--trace $work/letters/below
+--jsonl $work
+--trace $work/both --jsonl $work/both
+--resume $work/nowhere
+END
 expect 1 train $qwen3 --set model=models/qwen3-235b-paper.json --set 'parallel={"groups":2,"attn_gpus":2,"ffn_gpus":2}' \
     --system disagmoe
 err_has "this machine has"
@@ -246,17 +314,36 @@ cp "$work/out" "$work/whole"
 expect 0 train $qwen3 --system disagmoe --steps 6 --resume "$kept/step-00000002" --json
 json 'same(steps(sys.argv[1])[2:], steps(sys.argv[2]))' "$work/whole" "$work/out"
 if ! $sanitize; then
-    # The other system goes on with the same parameters: float32 rounds differently, no more.
-    expect 0 train $qwen3 --system megatron --steps 6 --resume "$kept/step-00000002" --json
-    json '
+    # The other system, and sequences in pieces, go on with the same parameters: float32 rounds differently, no more.
+    while read -r system sets; do
+        # shellcheck disable=SC2086
+        expect 0 train $qwen3 --system "$system" --steps 6 --resume "$kept/step-00000002" --json $sets
+        json '
 for a, b in zip(steps(sys.argv[1])[2:], steps(sys.argv[2]), strict=True):
     assert abs(a["loss"] - b["loss"]) < 1e-3 * a["loss"], (a, b)
 ' "$work/whole" "$work/out"
+    done <<'END'
+megatron
+disagmoe --set parallel.cp=2 --set head=all-ffn
+END
     expect 0 train $qwen3 --system disagmoe --steps 6 --resume "$kept"
     out_has "no step is left to do"
+    # A run that goes on keeps its seed, and says so where another one is given.
+    expect 0 train $qwen3 --system disagmoe --steps 6 --set seed=7 --resume "$kept/step-00000004" --json
+    err_is_one_line
+    err_has "disagmoe: train: note: $kept/step-00000004: goes on with the checkpoint's seed 1, not with the manifest's 7"
+    json 'same(steps(sys.argv[1])[4:], steps(sys.argv[2]))
+assert rows(sys.argv[2])[-1]["seed"] == 1' "$work/whole" "$work/out"
+    # No checkpoint, another model's.
+    expect 2 train $qwen3 --system disagmoe --resume "$work/bin"
+    err_is_one_line
+    expect 2 train $qwen3 --system disagmoe --resume "$kept" --set model.layers=3
+    err_has "expected 3, as the model of this run has it"
 fi
-expect 1 train $qwen3 --system disagmoe --resume "$work/bin"
-err_is_one_line
+cp -r "$kept/step-00000002" "$work/damaged"
+printf X | dd of="$work/damaged/rank-0003.safetensors" bs=1 seek=4000 conv=notrunc 2>/dev/null
+expect 2 train $qwen3 --system disagmoe --resume "$work/damaged"
+err_has "rank 3: $work/damaged/rank-0003.safetensors: is damaged"
 
 # ---- what ends a run -------------------------------------------------------------------------------------------------
 
@@ -312,12 +399,20 @@ same(known, steps(sys.argv[2])[:len(known)])
 fi
 
 for signal in TERM INT HUP; do
-    interrupted launcher $signal 2 "$disagmoe" train $qwen3 --steps 1000
+    interrupted launcher $signal 2 "$disagmoe" train $qwen3 --steps 1000 --checkpoint "$work/ended"
     err_is_one_line
     err_matches "^disagmoe: train: ended by signal [0-9]+ in step [0-9]+;"
+    [ ! -e "$work/ended/megatron/.lock" ] || fail "a lock is left over"
     $sanitize && break
 done
+# A rank that says nothing any more is named, and then all end: stopped it is not gone.
+silent=$((RANDOM % 8))
+interrupted $silent STOP 2 "$disagmoe" "${long[@]}" --timeout 8
+err_matches "^disagmoe: train: note: rank $silent: silent for [0-9.]+ s in step [0-9]+, last seen .*; all ranks end after 8 s"
+err_matches "^disagmoe: train: rank $silent: silent for [0-9.]+ s in step [0-9]+, last seen .*: all ranks end \(--timeout\)$"
 if ! $sanitize; then
+    interrupted launcher HUP 2 "${mpi[@]}" 8 "$disagmoe" train $qwen3 --steps 1000
+    err_matches "^disagmoe: train: rank [01]: ended by signal 15 in step [0-9]+$"
     interrupted 5 KILL 2 "${mpi[@]}" 8 "$disagmoe" train $qwen3 --steps 1000
     err_matches "^disagmoe: train: rank [01]: ended by signal 15 in step [0-9]+$"
     [ "$(grep -c '^disagmoe: ' "$work/err")" -le 2 ] || fail "every rank reports the end of another"
@@ -329,7 +424,20 @@ expect 1 train $qwen3 --system megatron --set train.learning_rate=1e30 --checkpo
 err_is_one_line
 err_matches '^disagmoe: train: rank [0-7]: (loss|gradient) is not finite in step [0-9]+ \('
 json 'assert all(type(s["loss"]) is float and s["step"] < 3 for s in rows(sys.argv[1]))' "$work/out"
-[ ! -e "$work/nan" ] || fail "a checkpoint was written of a run that failed"
+[ -z "$(ls -A "$work/nan")" ] || fail "a checkpoint was written of a run that failed"
+
+# Two runs in one folder: the second is told whose it is, and touches nothing of the first, which goes on.
+"$disagmoe" "${long[@]}" --checkpoint "$work/shared" --every 2 --jsonl "$work/lines" >"$work/first" 2>&1 </dev/null &
+first=$!
+for _ in $(seq 600); do [ -d "$work/shared/step-00000002" ] && break; sleep 0.05; done
+expect 2 "${long[@]}" --checkpoint "$work/shared" --jsonl "$work/lines"
+err_is_one_line
+err_matches "^disagmoe: $work/shared: is in use by another run: process [0-9]+ on $(hostname) since .*remove $work/shared/.lock"
+[ "$(grep -c '"step":0,' "$work/lines")" = 1 ] || fail "the lines of the first run are gone"
+kill -TERM $first
+wait $first && fail "the first run ended with status 0"
+err_file=$(cat "$work/first")
+[[ $err_file = *"ended by signal 15"* ]] || fail "the first run: $err_file"
 
 # A disk that is full for files of this size; MPI itself is told to do without large files.
 (
@@ -367,7 +475,7 @@ err_has "--resume"
 golden=tests/golden/qwen3-1
 expect 0 import $golden/config.json --output "$work/golden.json"
 for system in megatron disagmoe; do
-    expect 0 train $qwen3 --set "model=$work/golden.json" --set seq_len=8 --import $golden/model.safetensors --steps 1 \
+    expect 0 train $qwen3 --set "model=$work/golden.json" --set model.dtype=fp32 --set seq_len=8 --import $golden/model.safetensors --steps 1 \
         --set 'parallel={"pp":2,"vpp":1,"ep":2,"groups":2,"attn_gpus":1,"ffn_gpus":2}' --system $system --verify --json
     err_empty
     cp "$work/out" "$work/imported-$system"
@@ -383,7 +491,7 @@ err_has "$golden/model.safetensors"
 # Shards and an index as transformers saves them; the model with a layer less has no place for that layer.
 sharded=tests/golden/mixtral-1
 expect 0 import $sharded/config.json --output "$work/sharded.json"
-from_shards=(train $qwen3 --set "model=$work/sharded.json" --set seq_len=8 --system disagmoe --steps 1
+from_shards=(train $qwen3 --set "model=$work/sharded.json" --set model.dtype=fp32 --set seq_len=8 --system disagmoe --steps 1
              --set 'parallel={"groups":1,"attn_gpus":1,"ffn_gpus":2}' --import $sharded/model.safetensors.index.json)
 expect 0 "${from_shards[@]}" --verify
 err_empty

@@ -127,6 +127,9 @@ bool file_write_atomic(const char *file, const void *data, size_t bytes, struct 
 /* base "experiments/a.json", file "models/b.json" -> "experiments/models/b.json"; an absolute file stays. */
 const char *path_beside(struct arena *arena, const char *base, const char *file);
 bool make_folder_of(const char *file, struct errors *errors); /* mkdir -p of the file's folder */
+/* Whether file_write_atomic could write it later: makes its folder and, beside it, a file that it removes
+ * again. */
+bool file_is_writable(const char *file, struct errors *errors);
 /* Whether two paths lead to one file, be it there or not. Devices (/dev/null) are nobody's alone: false. */
 bool is_same_file(const char *a, const char *b);
 
@@ -157,6 +160,7 @@ struct text {
     size_t length, capacity;
 };
 void text_add(struct text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
+uint64_t text_hash(const char *text); /* FNV-1a of 64 bits */
 
 /* ---- random numbers ---------------------------------------------------------------------------------- */
 
@@ -165,6 +169,8 @@ struct rng {
     uint64_t state[4];
 };
 struct rng rng_seed(uint64_t seed);
+uint64_t rng_seed_of(const uint64_t *numbers,
+                     size_t count); /* one seed from several numbers, in their order */
 uint64_t rng_next(struct rng *rng);
 double rng_uniform(struct rng *rng);       /* [0, 1) */
 int rng_below(struct rng *rng, int bound); /* 0 … bound − 1, unbiased; bound ≥ 1 */
@@ -194,5 +200,29 @@ void progress_clear(struct progress *progress);
 /* "45 s", "12 min 30 s", "3 h 05 min"; buffer of at least 32 bytes. */
 const char *duration_text(double seconds, char *buffer);
 double seconds_now(void); /* monotonic clock */
+
+/* ---- pulse ------------------------------------------------------------------------------------------- */
+
+/* What the threads of a process are doing, for one that watches whether it gets on. */
+struct pulse;
+enum { PULSE_THREADS = 4, PULSE_TEXT = 112 };
+enum pulse_kind {
+    PULSE_NONE, /* this thread is not there, or has nothing to do */
+    PULSE_WORK, /* it gets on as long as it has processor time */
+    PULSE_WAIT  /* for another thread or process, however busily */
+};
+struct pulse *pulse_new(void);
+void pulse_free(struct pulse *pulse); /* NULL is allowed */
+/* From now on the calling thread, which goes by the number `thread`, does this. pulse NULL: nobody watches.
+ */
+void pulse_set(struct pulse *pulse, int thread, enum pulse_kind kind, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+struct pulse_sample {
+    uint64_t
+        life;   /* another number whenever a thread went on to something else, or one that works has worked */
+    bool waits; /* all that there are wait */
+    char text[PULSE_TEXT]; /* of the thread that tells most */
+};
+struct pulse_sample pulse_read(struct pulse *pulse);
 
 #endif

@@ -235,9 +235,38 @@ bool make_folder_of(const char *file, struct errors *errors) {
         int reason = mkdir(folder, 0777) == 0 ? 0 : errno;
         struct stat status;
         done = reason == 0 || (stat(folder, &status) == 0 && S_ISDIR(status.st_mode));
-        if (!done) errors_add(errors, folder, NULL, "the folder cannot be made: %s", strerror(reason));
+        if (!done && reason == EEXIST)
+            errors_add(errors, folder, NULL, "is no folder");
+        else if (!done)
+            errors_add(errors, folder, NULL, "the folder cannot be made: %s", strerror(reason));
         *slash = '/';
     }
     free(folder);
     return done;
+}
+
+/* 0, or errno: what would keep a new file from standing beside the target, or the target from being written.
+ */
+static int try_to_write(const char *file) {
+    struct stat status;
+    bool there = stat(file, &status) == 0;
+    if (there && S_ISDIR(status.st_mode)) return EISDIR;
+    if (there && !S_ISREG(status.st_mode)) return access(file, W_OK) == 0 ? 0 : errno;
+    char *resolved = realpath(file, NULL);
+    const char *target = resolved ? resolved : file;
+    size_t room = strlen(target) + 48;
+    char *temporary = must_alloc(room);
+    int descriptor = open_temporary(target, temporary, room), reason = descriptor < 0 ? errno : 0;
+    if (descriptor >= 0) unlink(temporary);
+    if (descriptor >= 0) close(descriptor);
+    free(temporary);
+    free(resolved);
+    return reason;
+}
+
+bool file_is_writable(const char *file, struct errors *errors) {
+    if (!make_folder_of(file, errors)) return false;
+    int reason = try_to_write(file);
+    if (reason) errors_add(errors, file, NULL, "cannot be written: %s", strerror(reason));
+    return !reason;
 }

@@ -39,6 +39,15 @@ double rng_uniform(struct rng *rng) {
     return (double)(rng_next(rng) >> 11) * 0x1p-53;
 }
 
+uint64_t rng_seed_of(const uint64_t *numbers, size_t count) {
+    uint64_t mixed = 0;
+    for (size_t i = 0; i < count; i++) {
+        struct rng rng = rng_seed(mixed ^ numbers[i]);
+        mixed = rng_next(&rng);
+    }
+    return mixed;
+}
+
 int rng_below(struct rng *rng, int bound) {
     uint64_t size = (uint64_t)bound, surplus = (UINT64_MAX % size + 1) % size, next;
     do next = rng_next(rng);

@@ -28,6 +28,12 @@ void text_add(struct text *text, const char *format, ...) {
     text->length += (size_t)length;
 }
 
+uint64_t text_hash(const char *text) {
+    uint64_t hash = 14695981039346656037u;
+    for (const char *c = text; *c; c++) hash = (hash ^ (unsigned char)*c) * 1099511628211u;
+    return hash;
+}
+
 const char *number_text(double value, char *buffer) {
     if (!isfinite(value)) return strcpy(buffer, "null");
     for (int digits = 15; digits <= 17; digits++) {

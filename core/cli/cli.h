@@ -139,6 +139,7 @@ struct training_report {
     bool json;              /* on standard output */
     FILE *lines;            /* NULL: no file */
     const char *precision;  /* "fp32" */
+    uint64_t seed;          /* that is used: of a run that goes on the checkpoint's */
     const char *checkpoint; /* last one written, or NULL */
     double *seconds;        /* of each step shown, in order */
     int steps;

@@ -44,13 +44,10 @@ struct board {
     bool unlinked;
 };
 
-/* FNV-1a of this machine's name. */
 static uint64_t this_host(void) {
     char name[256] = "";
-    uint64_t hash = 14695981039346656037u;
     gethostname(name, sizeof name - 1);
-    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * 1099511628211u;
-    return hash;
+    return text_hash(name);
 }
 
 static struct slot *map_board(int descriptor, size_t bytes) {
@@ -240,7 +237,7 @@ static bool start(const struct launch *launch, const struct board *board, struct
 
 /* ---- what it prints ---------------------------------------------------------------------------------- */
 
-struct watch {
+struct listener {
     struct text line; /* of stderr, until its end has come */
     struct text held; /* Open MPI's own lines */
     bool banner;      /* between its rows of dashes */
@@ -265,36 +262,36 @@ static bool is_runtime(const char *line) {
     return line[0] == '[' && colon && (isdigit((unsigned char)colon[1]) || line[1] == '[');
 }
 
-static void pass_line(struct watch *watch, const char *line) {
+static void pass_line(struct listener *listener, const char *line) {
     bool ours = strncmp(line, "disagmoe: ", 10) == 0, rule = is_rule(line);
     const char *killed = strstr(line, "noticed that process rank ");
     if (!ours && killed)
         sscanf(killed, "noticed that process rank %d with PID %*d on node %*s exited on signal %d",
-               &watch->rank, &watch->signal);
-    if (!ours && (rule || watch->banner || is_runtime(line))) {
-        if (watch->held.length < 1 << 16) text_add(&watch->held, "%s\n", line);
+               &listener->rank, &listener->signal);
+    if (!ours && (rule || listener->banner || is_runtime(line))) {
+        if (listener->held.length < 1 << 16) text_add(&listener->held, "%s\n", line);
     } else {
         fprintf(stderr, "%s\n", line);
     }
-    watch->error |= !ours && (strstr(line, "ERROR") || strstr(line, "error occurred"));
-    watch->explained |= ours;
-    watch->banner ^= rule;
+    listener->error |= !ours && (strstr(line, "ERROR") || strstr(line, "error occurred"));
+    listener->explained |= ours && strncmp(line, LAUNCH_NOTE, strlen(LAUNCH_NOTE)) != 0;
+    listener->banner ^= rule;
 }
 
-static void take_errors(struct watch *watch, const char *bytes, size_t count) {
+static void take_errors(struct listener *listener, const char *bytes, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (bytes[i] != '\n') {
-            text_add(&watch->line, "%c", bytes[i] ? bytes[i] : ' ');
+            text_add(&listener->line, "%c", bytes[i] ? bytes[i] : ' ');
             continue;
         }
-        pass_line(watch, watch->line.text ? watch->line.text : "");
-        if (watch->line.text) *watch->line.text = '\0';
-        watch->line.length = 0;
+        pass_line(listener, listener->line.text ? listener->line.text : "");
+        if (listener->line.text) *listener->line.text = '\0';
+        listener->line.length = 0;
     }
 }
 
 /* Everything there is to read of one pipe; false at its end. */
-static bool relay(int descriptor, struct watch *errors) {
+static bool relay(int descriptor, struct listener *errors) {
     char bytes[4096];
     for (;;) {
         ssize_t count = read(descriptor, bytes, sizeof bytes);
@@ -323,12 +320,16 @@ struct handlers {
     struct sigaction old[COUNT(ending)];
 };
 
+static bool is_nohup(int signal_number) {
+    struct sigaction now;
+    return signal_number == SIGHUP && sigaction(SIGHUP, NULL, &now) == 0 && now.sa_handler == SIG_IGN;
+}
+
 static void catch_ends(struct handlers *handlers) {
     struct sigaction action = {.sa_handler = on_end};
     for (size_t i = 0; i < COUNT(ending); i++) {
         sigaction(ending[i], NULL, &handlers->old[i]);
-        bool nohup = ending[i] == SIGHUP && handlers->old[i].sa_handler == SIG_IGN;
-        if (!nohup) sigaction(ending[i], &action, NULL);
+        if (!is_nohup(ending[i])) sigaction(ending[i], &action, NULL);
     }
 }
 
@@ -337,14 +338,14 @@ static void restore_ends(const struct handlers *handlers) {
 }
 
 /* Seconds from the start at which the run is given up if nothing changes; 0: never. */
-static double deadline_of(const struct board *board, const struct watch *watch, double began) {
+static double deadline_of(const struct board *board, const struct listener *listener, double began) {
     for (int rank = 0; rank < board->ranks; rank++)
         if (read_int(&board->slots[rank].pid)) return 0;
-    return began + (watch->error ? ERROR_PATIENCE : START_PATIENCE + board->ranks);
+    return began + (listener->error ? ERROR_PATIENCE : START_PATIENCE + board->ranks);
 }
 
 /* Until mpirun has ended: its status as waitpid gives it. */
-static int follow(const struct child *child, struct board *board, struct watch *watch) {
+static int follow(const struct child *child, struct board *board, struct listener *listener) {
     struct pollfd pipes[] = {{.fd = child->out, .events = POLLIN}, {.fd = child->err, .events = POLLIN}};
     bool told = false;
     double deadline = 0, began = seconds_now();
@@ -354,15 +355,15 @@ static int follow(const struct child *child, struct board *board, struct watch *
     for (;;) {
         bool ended = waitpid(child->pid, &status, WNOHANG) == child->pid;
         if (pipes[0].fd >= 0 && !relay(pipes[0].fd, NULL)) pipes[0].fd = -1; /* poll passes over it */
-        if (pipes[1].fd >= 0 && !relay(pipes[1].fd, watch)) pipes[1].fd = -1;
+        if (pipes[1].fd >= 0 && !relay(pipes[1].fd, listener)) pipes[1].fd = -1;
         if (ended) return status;
         if (told_to_end && !told) kill(child->pid, SIGTERM);
         told |= told_to_end != 0;
-        if (watch->lost < 0) watch->lost = lost_rank(board);
-        if (!deadline && (told || watch->lost >= 0)) deadline = seconds_now() + END_PATIENCE;
-        double latest = deadline ? deadline : deadline_of(board, watch, began);
+        if (listener->lost < 0) listener->lost = lost_rank(board);
+        if (!deadline && (told || listener->lost >= 0)) deadline = seconds_now() + END_PATIENCE;
+        double latest = deadline ? deadline : deadline_of(board, listener, began);
         if (latest && seconds_now() > latest) {
-            watch->given_up = !deadline;
+            listener->given_up = !deadline;
             kill_ranks(board);
             kill(child->pid, SIGKILL);
         }
@@ -414,16 +415,16 @@ static int64_t latest_step(const struct board *board) {
 
 /* rank −1: it is not known which was the first. */
 static void say_how_it_ended(const struct launch *launch, const struct board *board,
-                             const struct watch *watch, int rank) {
+                             const struct listener *listener, int rank) {
     struct text message = {0};
-    if (watch->given_up) {
+    if (listener->given_up) {
         fprintf(stderr, "disagmoe: train: mpirun did not start the ranks in time\n");
         return;
     }
     if (told_to_end)
         text_add(&message, "ended by signal %d", (int)told_to_end);
-    else if (rank >= 0 && rank == watch->rank)
-        text_add(&message, "rank %d was killed by signal %d", rank, watch->signal);
+    else if (rank >= 0 && rank == listener->rank)
+        text_add(&message, "rank %d was killed by signal %d", rank, listener->signal);
     else if (rank >= 0)
         text_add(&message, "rank %d ended without a word", rank);
     else
@@ -436,22 +437,22 @@ static void say_how_it_ended(const struct launch *launch, const struct board *bo
 
 /* mpirun ends with the first rank's status that is not 0, and with 128 + the signal of a rank killed. */
 static enum launch_end judge(const struct launch *launch, const struct board *board,
-                             const struct watch *watch, int status) {
+                             const struct listener *listener, int status) {
     int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
     if (code == 0 && !told_to_end) return LAUNCH_DONE;
-    bool killed = watch->rank >= 0 && watch->rank < board->ranks;
-    int rank = killed                          ? watch->rank
-               : watch->explained || code == 2 ? -1
-               : watch->lost >= 0              ? watch->lost
-                                               : lost_rank(board);
-    bool plain = told_to_end || (code < 0 && !watch->given_up) ||
-                 (killed && (watch->signal == SIGKILL || watch->signal == SIGTERM));
-    if (watch->held.text && !plain && (killed || !watch->explained)) fputs(watch->held.text, stderr);
+    bool killed = listener->rank >= 0 && listener->rank < board->ranks;
+    int rank = killed                             ? listener->rank
+               : listener->explained || code == 2 ? -1
+               : listener->lost >= 0              ? listener->lost
+                                                  : lost_rank(board);
+    bool plain = told_to_end || (code < 0 && !listener->given_up) ||
+                 (killed && (listener->signal == SIGKILL || listener->signal == SIGTERM));
+    if (listener->held.text && !plain && (killed || !listener->explained)) fputs(listener->held.text, stderr);
     if (told_to_end || code < 0 || rank >= 0) {
-        say_how_it_ended(launch, board, watch, rank);
+        say_how_it_ended(launch, board, listener, rank);
         return LAUNCH_CUT;
     }
-    if (!watch->explained)
+    if (!listener->explained)
         fprintf(stderr, "disagmoe: train: the run failed: mpirun ended with status %d\n", code);
     return code == 2 ? LAUNCH_USAGE : LAUNCH_FAILED;
 }
@@ -459,25 +460,25 @@ static enum launch_end judge(const struct launch *launch, const struct board *bo
 enum launch_end launch_ranks(const struct launch *launch) {
     struct board board;
     struct child child;
-    struct watch watch = {.rank = -1, .lost = -1};
+    struct listener listener = {.rank = -1, .lost = -1};
     struct handlers handlers;
     enum launch_end end = LAUNCH_CUT;
     if (make_board(&board, launch->ranks)) {
         told_to_end = 0;
         catch_ends(&handlers);
         if (start(launch, &board, &child)) {
-            int status = follow(&child, &board, &watch);
-            if (watch.line.length) pass_line(&watch, watch.line.text);
+            int status = follow(&child, &board, &listener);
+            if (listener.line.length) pass_line(&listener, listener.line.text);
             close(child.out);
             close(child.err);
-            end = judge(launch, &board, &watch, status);
+            end = judge(launch, &board, &listener, status);
             kill_ranks(&board);
         }
         restore_ends(&handlers);
     }
     drop_board(&board);
-    free(watch.line.text);
-    free(watch.held.text);
+    free(listener.line.text);
+    free(listener.held.text);
     return end;
 }
 
@@ -503,6 +504,7 @@ static struct {
     char line[96];            /* "disagmoe: train: rank 3: ended by signal " */
     size_t length;
     bool says;
+    const char *held; /* file to remove */
 } self;
 
 static size_t add_digits(char *out, int64_t number) {
@@ -517,7 +519,9 @@ static size_t add_digits(char *out, int64_t number) {
 static void on_signal(int signal_number) {
     static const char in[] = " in step ", before[] = " before the first step";
     int64_t step = __atomic_load_n(&self.slot->step, __ATOMIC_RELAXED);
+    const char *held = __atomic_load_n(&self.held, __ATOMIC_RELAXED);
     __atomic_store_n(&self.slot->ended, 1, __ATOMIC_RELAXED);
+    if (held) unlink(held);
     if (self.says) {
         char line[160];
         size_t length = self.length;
@@ -554,11 +558,9 @@ void launch_join(int rank) {
     self.says = launch_run() < 0 && rank < 2;
     self.length =
         (size_t)snprintf(self.line, sizeof self.line, "disagmoe: train: rank %d: ended by signal ", rank);
-    struct sigaction end = {.sa_handler = on_signal}, ignore = {.sa_handler = SIG_IGN}, old;
-    sigaction(SIGHUP, NULL, &old);
-    sigaction(SIGTERM, &end, NULL);
-    sigaction(SIGINT, &end, NULL);
-    if (old.sa_handler != SIG_IGN) sigaction(SIGHUP, &end, NULL); /* nohup */
+    struct sigaction end = {.sa_handler = on_signal}, ignore = {.sa_handler = SIG_IGN};
+    for (size_t i = 0; i < COUNT(ending); i++)
+        if (ending[i] != SIGPIPE && !is_nohup(ending[i])) sigaction(ending[i], &end, NULL);
     sigaction(SIGXFSZ, &ignore, NULL);
 }
 
@@ -566,11 +568,18 @@ void launch_step(int64_t step) {
     __atomic_store_n(&self.slot->step, step, __ATOMIC_RELAXED);
 }
 
+int64_t launch_current_step(void) {
+    return __atomic_load_n(&self.slot->step, __ATOMIC_RELAXED);
+}
+
+void launch_hold(const char *file) {
+    __atomic_store_n(&self.held, file, __ATOMIC_RELAXED);
+}
+
 /* mpirun ends the slower ranks of a failed run: they are ending, so that is no news. */
 void launch_leave(void) {
     struct sigaction ignore = {.sa_handler = SIG_IGN};
-    sigaction(SIGTERM, &ignore, NULL);
-    sigaction(SIGINT, &ignore, NULL);
-    sigaction(SIGHUP, &ignore, NULL);
+    for (size_t i = 0; i < COUNT(ending); i++)
+        if (ending[i] != SIGPIPE) sigaction(ending[i], &ignore, NULL);
     __atomic_store_n(&self.slot->ended, 1, __ATOMIC_RELAXED);
 }

@@ -19,6 +19,9 @@ bool launch_inside(void);
    run. */
 bool launch_is_stray(void);
 
+/* Begins a line on stderr that explains no end. */
+#define LAUNCH_NOTE "disagmoe: train: note: "
+
 /* ---- the launcher ------------------------------------------------------------------------------------ */
 
 struct launch {
@@ -33,19 +36,22 @@ enum launch_end {
     LAUNCH_USAGE,  /* with 2 */
     LAUNCH_CUT     /* the run did not come to its end: a rank was killed, or this process was told to end */
 };
-/* Runs to the end; nothing of it is left over. Ctrl-C and SIGTERM end the ranks. Why it ended early stands on
-   stderr. */
+/* Runs to the end; nothing of it is left over. Ctrl-C, SIGTERM and SIGHUP end the ranks. Why it ended early
+   stands on stderr. */
 enum launch_end launch_ranks(const struct launch *launch);
 
 /* ---- a rank ------------------------------------------------------------------------------------------ */
 
 /* The run the launcher asks for; −1: no launcher, all of them. */
 int launch_run(void);
-/* After MPI_Init: joins the board when there is a launcher. From here on SIGTERM, SIGINT and SIGHUP end this
-   rank with status 1 (the first two ranks without a launcher say in which step), and a file that grows beyond
-   its limit is an error of writing. */
+/* After MPI_Init: joins the board when there is a launcher. From here on SIGTERM, SIGINT and SIGHUP (unless
+   it is ignored) end this rank with status 1 (the first two ranks without a launcher say in which step), and
+   a file that grows beyond its limit is an error of writing. */
 void launch_join(int rank);
 void launch_step(int64_t step); /* this rank is in this step now */
-void launch_leave(void);        /* this rank ends as it should */
+int64_t launch_current_step(void);
+/* A file that a signal which ends this rank removes; NULL: none any more. */
+void launch_hold(const char *file);
+void launch_leave(void); /* this rank ends as it should */
 
 #endif

@@ -10,11 +10,13 @@ found something says it.
 */
 #include "cli/cli.h"
 #include "cli/launch.h"
+#include "cli/watch.h"
 #include "train/train.h"
 
 #include <errno.h>
 #include <limits.h>
 #include <math.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -22,15 +24,15 @@ found something says it.
 
 #ifdef FLOATX_DOUBLE
 enum { OWN_DTYPE = DTYPE_FP64 };
-static const char OWN_PRECISION[] = "fp64";
+static const char OWN_PRECISION[] = "fp64", OTHER_PROGRAM[] = "disagmoe in fp32";
 static const double OWN_TOLERANCE = 1e-10;
 #else
 enum { OWN_DTYPE = DTYPE_FP32 };
-static const char OWN_PRECISION[] = "fp32";
+static const char OWN_PRECISION[] = "fp32", OTHER_PROGRAM[] = "disagmoe-double in fp64";
 static const double OWN_TOLERANCE = 1e-4;
 #endif
 
-static const double BF16_TOLERANCE = 0.05;
+static const double BF16_TOLERANCE = 0.05, TIMEOUT = 600;
 
 /* Of the Markov chain: a run's seed changes what is drawn from it, not the chain, so that the losses of
    different seeds are of one problem. */
@@ -48,7 +50,11 @@ struct train {
     int import_count;
     bool verify, reference;
     double tolerance; /* below 0: not given */
+    double timeout;   /* seconds of silence that end a run; 0: never */
     struct experiment experiment;
+    const char
+        *other_dtypes;   /* a note on models of another dtype than what computes here; NULL: there are none */
+    struct pulse *pulse; /* of this rank; NULL: of the launcher */
     struct arena *arena;
 };
 
@@ -74,14 +80,17 @@ static bool take_imports(struct train *train, char **argv, int argc) {
     return true;
 }
 
-static bool take_tolerance(struct train *train, const char *text) {
-    train->tolerance = -1;
+/* Leaves the number as it is where the option is not given. */
+static bool take_real(const char *option, const char *text, double *number) {
     if (!text) return true;
     char *end;
-    train->tolerance = strtod(text, &end);
-    if (end != text && !*end && isfinite(train->tolerance) && train->tolerance >= 0) return true;
-    fprintf(stderr, "disagmoe: train: --tolerance: a number from 0 on is needed, found %s\n", text);
-    return false;
+    double value = strtod(text, &end);
+    if (end == text || *end || !isfinite(value) || value < 0) {
+        fprintf(stderr, "disagmoe: train: %s: a number from 0 on is needed, found %s\n", option, text);
+        return false;
+    }
+    *number = value;
+    return true;
 }
 
 static bool check_options(const struct train *train) {
@@ -95,20 +104,23 @@ static bool check_options(const struct train *train) {
 
 static bool parse(struct train *train, int argc, char **argv, bool *helped) {
     struct options *options = &train->options;
-    const char *tolerance = NULL, *import = NULL;
+    const char *tolerance = NULL, *timeout = NULL, *import = NULL;
+    train->tolerance = -1;
+    train->timeout = TIMEOUT;
     const struct option_rule rules[] = {
-        {"--system", &options->system, NULL, NULL},    {"--json", NULL, NULL, &options->json},
-        {"--jsonl", &options->jsonl, NULL, NULL},      {"--trace", &options->trace, NULL, NULL},
-        {"--steps", NULL, &train->steps, NULL},        {"--every", NULL, &train->every, NULL},
-        {"--data", &train->data, NULL, NULL},          {"--checkpoint", &train->checkpoint, NULL, NULL},
-        {"--resume", &train->resume, NULL, NULL},      {"--import", &import, NULL, NULL},
-        {"--verify", NULL, NULL, &train->verify},      {"--tolerance", &tolerance, NULL, NULL},
-        {"--reference", NULL, NULL, &train->reference}};
+        {"--system", &options->system, NULL, NULL},     {"--json", NULL, NULL, &options->json},
+        {"--jsonl", &options->jsonl, NULL, NULL},       {"--trace", &options->trace, NULL, NULL},
+        {"--steps", NULL, &train->steps, NULL},         {"--every", NULL, &train->every, NULL},
+        {"--data", &train->data, NULL, NULL},           {"--checkpoint", &train->checkpoint, NULL, NULL},
+        {"--resume", &train->resume, NULL, NULL},       {"--import", &import, NULL, NULL},
+        {"--verify", NULL, NULL, &train->verify},       {"--tolerance", &tolerance, NULL, NULL},
+        {"--reference", NULL, NULL, &train->reference}, {"--timeout", &timeout, NULL, NULL}};
     if (!parse_options(&verb_train, argc, argv, rules, COUNT(rules), options, &options->manifest, helped))
         return false;
     if (*helped) return true;
     return !is_missing(&verb_train, options->manifest, "a manifest") && take_imports(train, argv, argc) &&
-           take_tolerance(train, tolerance) && check_options(train);
+           take_real("--tolerance", tolerance, &train->tolerance) &&
+           take_real("--timeout", timeout, &train->timeout) && check_options(train);
 }
 
 /* ---- runs -------------------------------------------------------------------------------------------- */
@@ -129,6 +141,17 @@ struct runs {
     bool several; /* of the manifest: the launcher has ranks do one at a time */
 };
 
+/* Every model is trained in what this program was compiled for. */
+static void set_dtype(struct train *train, struct model *model) {
+    if (model->dtype == OWN_DTYPE) return;
+    if (!train->other_dtypes)
+        train->other_dtypes =
+            arena_printf(train->arena, "%s: model.dtype: found %s for %s; this program computes in %s, %s",
+                         train->options.manifest, choice_word(train->arena, DTYPE_CHOICES, model->dtype),
+                         model->name, OWN_PRECISION, OTHER_PROGRAM);
+    model->dtype = OWN_DTYPE;
+}
+
 /* The manifest with what the command line changes. */
 static bool load(struct train *train, struct errors *errors) {
     const struct output outputs[] = {{"--jsonl", train->options.jsonl}, {"--trace", train->options.trace}};
@@ -137,7 +160,7 @@ static bool load(struct train *train, struct errors *errors) {
     for (int i = 0; i < experiment->point_count; i++)
         for (int k = -1; k < experiment->points[i].system_count; k++) {
             struct point *point = k < 0 ? &experiment->points[i] : experiment->points[i].variants[k];
-            point->model->dtype = OWN_DTYPE;
+            set_dtype(train, point->model);
             if (train->steps) point->training.steps = train->steps;
             if (train->data) point->training.data = train->data;
         }
@@ -196,6 +219,17 @@ static struct data *open_data(const struct point *point, struct errors *errors) 
     return data_open_text(file, point->seq_len, point->model->vocab, errors);
 }
 
+/* What is not wrong, but may not be what was meant. */
+static void note(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static void note(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    fputs(LAUNCH_NOTE, stderr);
+    vfprintf(stderr, format, arguments);
+    fputs("\n", stderr);
+    va_end(arguments);
+}
+
 /* How many sequences micro-batches hold is a layout's affair, which this run has none of. */
 static bool plan_reference(struct run *run, struct errors *errors) {
     const struct point *point = run->point;
@@ -227,18 +261,39 @@ static int plan_run(const struct train *train, struct run *run, struct errors *e
     return status;
 }
 
+/* Values and both moments. */
+static double checkpoint_bytes(const struct run *run) {
+    double moments = run->plan.memory.moments == PRECISION_BF16 ? 2 : sizeof(floatX);
+    return model_parameter_count(run->point->model).total * ((double)sizeof(floatX) + 2 * moments);
+}
+
+/* What a run needs only at its end, or after hours, is looked at before it begins. */
+static bool check_files(const struct train *train, const struct runs *runs, struct errors *errors) {
+    const char *trace = train->options.trace;
+    int before = errors->count;
+    if (trace && runs->several)
+        errors_add(errors, NULL, "--trace",
+                   "found %d runs; a single one is needed: choose with --set and --system", runs->count);
+    if (trace) file_is_writable(trace, errors);
+    if (train->resume && access(train->resume, F_OK) != 0)
+        errors_add(errors, train->resume, NULL, "cannot be read: %s", strerror(errno));
+    for (int i = 0; i < runs->count; i++) {
+        const struct run *run = &runs->list[i];
+        const char *folder = folder_of(train, runs, run, train->checkpoint);
+        if (!folder || run->system == &single_process) continue;
+        if (checkpoint_folder_check(folder, checkpoint_bytes(run), errors))
+            folder_lock_is_free(folder, errors);
+    }
+    return errors->count == before;
+}
+
 static int plan_runs(const struct train *train, struct runs *runs, struct errors *errors) {
     int worst = STATUS_DONE;
     for (int i = 0; i < runs->count; i++) {
         int status = plan_run(train, &runs->list[i], errors);
         if (status > worst) worst = status;
     }
-    if (train->options.trace && runs->several) {
-        errors_add(errors, NULL, "--trace",
-                   "found %d runs; a single one is needed: choose with --set and --system", runs->count);
-        worst = STATUS_USAGE;
-    }
-    return worst;
+    return worst == STATUS_DONE && !check_files(train, runs, errors) ? STATUS_USAGE : worst;
 }
 
 /* A file of lines begins anew, unless a run goes on. */
@@ -261,6 +316,7 @@ struct session {
     MPI_Comm comm;
     int rank;
     struct data *data;
+    struct folder_lock *lock; /* of the checkpoints' folder, on rank 0 */
     struct schedule *schedule;
     struct timeline planned;
     struct trainer *trainer;
@@ -300,11 +356,36 @@ static bool open_lines(struct session *session) {
     return agree(session->comm, &session->errors);
 }
 
+/* Every rank writes there, rank 0 on behalf of all keeps other runs out. */
+static bool take_folder(struct session *session) {
+    if (!session->checkpoints) return true;
+    checkpoint_folder_check(session->checkpoints, 0, &session->errors);
+    if (!agree(session->comm, &session->errors)) return false;
+    if (session->rank == 0) session->lock = folder_lock_take(session->checkpoints, &session->errors);
+    if (session->lock) launch_hold(folder_lock_file(session->lock));
+    return agree(session->comm, &session->errors);
+}
+
+static void leave_folder(struct session *session) {
+    launch_hold(NULL);
+    folder_lock_release(session->lock);
+}
+
+static void note_seed(const struct session *session, uint64_t seed) {
+    int given = session->run->point->seed;
+    if (session->rank == 0 && seed != (uint64_t)given)
+        note("%s: goes on with the checkpoint's seed %llu, not with the manifest's %d", session->resume,
+             (unsigned long long)seed, given);
+}
+
 /* Parameters of another origin than the seed. A status. */
 static int fill_parameters(struct session *session) {
     const struct train *train = session->train;
     struct state *state = trainer_state(session->trainer);
     struct progress_mark mark = {0};
+    if (train->import_count || session->resume)
+        pulse_set(train->pulse, 0, PULSE_WORK, "reading %s",
+                  session->resume ? session->resume : "parameters");
     if (train->import_count &&
         !parameters_import(&state->parameters, state->values, train->imports, train->import_count,
                            &session->errors) &&
@@ -313,7 +394,8 @@ static int fill_parameters(struct session *session) {
     if (!agree(session->comm, &session->errors)) return STATUS_USAGE;
     if (!session->resume) return STATUS_DONE;
     bool read = checkpoint_read(state, session->comm, session->resume, &mark, &session->errors);
-    if (!agree(session->comm, &session->errors) || !read) return STATUS_FAILED;
+    if (!agree(session->comm, &session->errors) || !read) return STATUS_USAGE;
+    note_seed(session, mark.seed);
     trainer_resume(session->trainer, mark);
     return STATUS_DONE;
 }
@@ -322,11 +404,12 @@ static int fill_parameters(struct session *session) {
 static int prepare(struct session *session) {
     const struct run *run = session->run;
     session->data = open_data(run->point, &session->errors);
-    if (!agree(session->comm, &session->errors)) return STATUS_USAGE;
+    if (!agree(session->comm, &session->errors) || !take_folder(session)) return STATUS_USAGE;
     if (!build_schedule(session) || !open_lines(session)) return STATUS_FAILED;
     session->trainer = trainer_new(&run->plan, session->schedule, &session->planned, session->data,
                                    (uint64_t)run->point->seed, session->comm, &session->errors);
     if (!agree(session->comm, &session->errors) || !session->trainer) return STATUS_FAILED;
+    trainer_watch(session->trainer, session->train->pulse);
     int status = fill_parameters(session);
     if (status == STATUS_DONE && session->train->verify) trainer_verify(session->trainer);
     return status;
@@ -338,6 +421,8 @@ static void begin_report(struct session *session) {
     session->report.entropy = data_entropy(session->data);
     session->report.json = session->train->options.json;
     session->report.precision = OWN_PRECISION;
+    session->report.seed =
+        session->trainer ? trainer_mark(session->trainer).seed : (uint64_t)session->run->point->seed;
     if (session->rank == 0) training_report_begin(&session->report);
 }
 
@@ -357,6 +442,7 @@ static void say_not_finite(const struct session *session) {
 
 static bool save(struct session *session) {
     struct progress_mark mark = trainer_mark(session->trainer);
+    pulse_set(session->train->pulse, 0, PULSE_WORK, "writing a checkpoint");
     bool written = checkpoint_write(trainer_state(session->trainer), session->comm, session->checkpoints,
                                     mark, &session->errors);
     if (!agree(session->comm, &session->errors) || !written) return false;
@@ -373,6 +459,7 @@ static bool train_on(struct session *session) {
     int64_t steps = session->run->point->training.steps;
     for (int64_t step = trainer_mark(session->trainer).step; step < steps; step++) {
         launch_step(step);
+        pulse_set(train->pulse, 0, PULSE_WORK, "beginning the step");
         session->last = trainer_step(session->trainer);
         if (!session->last.finite) {
             if (session->rank == 0) say_not_finite(session);
@@ -399,10 +486,15 @@ static bool trace(struct session *session) {
     return agree(session->comm, &session->errors);
 }
 
-/* Gradients that are added up in BF16 keep 8 bits of each sum. */
+/* Gradients that are added up in BF16 keep 8 bits of each sum. Where M like micro-batches are, the j-th
+   addition's variance is at most a quarter of its last place squared, (2⁻⁷ j)² ÷ 4 of one's gradient, and at
+   most what is added times that place: in all M ÷ (3 · 2¹⁶) of the sum's square, and no more than 2⁻⁸. Five
+   deviations. */
 static double tolerance_of(const struct session *session) {
+    const struct plan *plan = &session->run->plan;
     if (session->train->tolerance >= 0) return session->train->tolerance;
-    return session->run->plan.memory.grads == PRECISION_BF16 ? BF16_TOLERANCE : OWN_TOLERANCE;
+    if (plan->memory.grads != PRECISION_BF16) return OWN_TOLERANCE;
+    return fmax(BF16_TOLERANCE, 5 * sqrt(fmin(plan->micro_batches / (3 * 0x1p16), 0x1p-8)));
 }
 
 /* What was verified is rank 0's on all ranks. */
@@ -463,6 +555,7 @@ static bool reference_trains(struct session *session, struct reference *referenc
         struct batch batch = {tokens, sequences, (uint64_t)point->seed, step};
         double began = seconds_now(), norm;
         launch_step(step);
+        pulse_set(session->train->pulse, 0, PULSE_WORK, "the single-process reference");
         struct step_losses losses = reference_step(reference, &batch, &optimizer, &norm);
         double seconds = seconds_now() - began;
         finite = isfinite(losses.total) && isfinite(norm);
@@ -526,6 +619,7 @@ static int execute(const struct train *train, const struct runs *runs, const str
     MPI_Comm_rank(comm, &session.rank);
     int status = run->system == &single_process ? execute_reference(&session) : execute_schedule(&session);
     if (!close_lines(&session) && !status) status = STATUS_FAILED;
+    leave_folder(&session);
     trainer_free(session.trainer);
     if (session.schedule) schedule_free(session.schedule);
     timeline_free(&session.planned);
@@ -538,16 +632,19 @@ static int execute(const struct train *train, const struct runs *runs, const str
 /* ---- a rank ------------------------------------------------------------------------------------------ */
 
 /* The worst status of all ranks. Who waits for the others leaves its processor to them. */
-static int worst_of(MPI_Comm world, int status) {
+static int worst_of(MPI_Comm world, int status, struct pulse *pulse) {
     const struct timespec pause = {.tv_nsec = 1000 * 1000};
     int worst, done = 0;
     MPI_Request request;
+    pulse_set(pulse, 0, PULSE_WAIT, "waiting for the ranks of a run");
     MPI_Iallreduce(&status, &worst, 1, MPI_INT, MPI_MAX, world, &request);
     for (;;) {
         MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-        if (done) return worst;
+        if (done) break;
         nanosleep(&pause, NULL);
     }
+    pulse_set(pulse, 0, PULSE_WORK, "between two runs");
+    return worst;
 }
 
 /* Plans are made once, on rank 0, and given to all: a search takes its time. */
@@ -555,7 +652,7 @@ static int share_plans(const struct train *train, struct runs *runs, MPI_Comm wo
     struct errors errors = {0};
     int status = rank == 0 ? plan_runs(train, runs, &errors) : STATUS_DONE;
     if (rank == 0 && status == STATUS_DONE && launch_run() < 0 && !begin_lines(train, &errors))
-        status = STATUS_FAILED;
+        status = STATUS_USAGE;
     MPI_Bcast(&status, 1, MPI_INT, 0, world);
     agree(world, &errors);
     for (int i = 0; i < runs->count && status == STATUS_DONE; i++) {
@@ -588,7 +685,7 @@ static int run_in_world(const struct train *train, const struct runs *runs, MPI_
         MPI_Comm_split(world, rank < run->plan.gpus ? 0 : MPI_UNDEFINED, rank, &comm);
         int status = comm == MPI_COMM_NULL ? STATUS_DONE : execute(train, runs, run, comm);
         if (comm != MPI_COMM_NULL) MPI_Comm_free(&comm);
-        status = worst_of(world, status);
+        status = worst_of(world, status, train->pulse);
         if (status > worst) worst = status;
     }
     return worst;
@@ -601,28 +698,38 @@ static bool parse_together(struct train *train, int argc, char **argv, int rank,
     return sound && (rank == 0 || parse(train, argc, argv, helped));
 }
 
+static int work_on_runs(struct train *train, int rank) {
+    struct errors errors = {0};
+    load(train, &errors);
+    if (!agree(MPI_COMM_WORLD, &errors)) return STATUS_USAGE;
+    if (rank == 0 && launch_run() < 0 && train->other_dtypes) note("%s", train->other_dtypes);
+    struct runs runs = own_runs(train);
+    int status = share_plans(train, &runs, MPI_COMM_WORLD, rank);
+    if (status == STATUS_DONE && !enough_ranks(train, &runs, MPI_COMM_WORLD)) status = STATUS_USAGE;
+    return status == STATUS_DONE ? run_in_world(train, &runs, MPI_COMM_WORLD, rank) : status;
+}
+
 static int work_as_rank(struct train *train, int argc, char **argv) {
     int rank, provided, status = STATUS_USAGE;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &provided);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     launch_join(rank);
     bool helped = false;
-    struct errors errors = {0};
+    struct watch *watch = NULL;
     if (!parse_together(train, argc, argv, rank, &helped)) {
         int was_helped = helped;
         MPI_Bcast(&was_helped, 1, MPI_INT, 0, MPI_COMM_WORLD);
         if (was_helped) status = STATUS_DONE;
     } else {
-        load(train, &errors);
-        if (agree(MPI_COMM_WORLD, &errors)) {
-            struct runs runs = own_runs(train);
-            status = share_plans(train, &runs, MPI_COMM_WORLD, rank);
-            if (status == STATUS_DONE && !enough_ranks(train, &runs, MPI_COMM_WORLD)) status = STATUS_USAGE;
-            if (status == STATUS_DONE) status = run_in_world(train, &runs, MPI_COMM_WORLD, rank);
-        }
+        train->pulse = pulse_new();
+        pulse_set(train->pulse, 0, PULSE_WORK, "planning");
+        watch = watch_start(train->pulse, train->timeout);
+        status = work_on_runs(train, rank);
     }
     fflush(stdout); /* before any rank ends: mpirun may end the others then */
     MPI_Barrier(MPI_COMM_WORLD);
+    watch_stop(watch);
+    pulse_free(train->pulse);
     launch_leave();
     MPI_Finalize();
     return status;
@@ -678,10 +785,11 @@ static int work_as_launcher(struct train *train, int argc, char **argv, char **a
     if (helped) return STATUS_DONE;
     if (load(train, &errors)) {
         struct runs runs = list_runs(train);
+        if (train->other_dtypes) note("%s", train->other_dtypes);
         status = plan_runs(train, &runs, &errors);
         for (int i = 0; i < runs.count && status == STATUS_DONE; i++)
             if (!fits_this_machine(train, &runs.list[i], &errors)) status = STATUS_FAILED;
-        if (status == STATUS_DONE && !begin_lines(train, &errors)) status = STATUS_FAILED;
+        if (status == STATUS_DONE && !begin_lines(train, &errors)) status = STATUS_USAGE;
         if (status == STATUS_DONE) status = launch_all(train, &runs, arguments);
     }
     errors_print(&errors, stderr);
@@ -734,6 +842,9 @@ const struct verb verb_train = {
         "  --json             a JSON line a step, then the run's record, instead of the table\n"
         "  --jsonl FILE       the same lines into a file; with --resume at its end\n"
         "  --trace FILE       the last step as it was: Perfetto / chrome://tracing JSON\n"
+        "  --timeout SECONDS  a rank that is silent so long ends the run, 0: never; default 600. It is "
+        "named\n"
+        "                     after a tenth of the time, at most a minute\n"
         "Ranks are started with mpirun, as many as the plan has GPUs; or start them yourself:\n"
         "  mpirun -n 8 disagmoe train M      srun --mpi=pmix -K -n 8 disagmoe train M\n",
     .run = run,

@@ -47,7 +47,7 @@ static double tokens_of(const struct plan *plan) {
 
 /* ---- the table --------------------------------------------------------------------------------------- */
 
-/* "A 2 + F 2, 2 groups" or "pp 2 x ep 2 x dp 2, vpp 2" */
+/* "A 2 + F 2, 2 groups, cp 2" or "pp 2 x ep 2 x dp 2, vpp 2" */
 static void print_layout(const struct plan *plan) {
     const struct parallel *parallel = &plan->parallel;
     if (!plan->micro_batches) {
@@ -60,15 +60,16 @@ static void print_layout(const struct plan *plan) {
         printf("pp %d x ep %d x dp %d", parallel->pp, parallel->ep, plan->replicas);
         if (parallel->vpp > 1) printf(", vpp %d", parallel->vpp);
     }
+    if (parallel->cp > 1) printf(", cp %d", parallel->cp);
 }
 
 void training_report_begin(const struct training_report *report) {
     if (report->json) return;
     const struct plan *plan = report->plan;
     const struct point *point = plan->point;
-    printf("%s: %.24s, %.2f M parameters, executor cpu, %s, seed %d\n", report->system->name,
+    printf("%s: %.24s, %.2f M parameters, executor cpu, %s, seed %llu\n", report->system->name,
            point->model->name, model_parameter_count(point->model).total / 1e6, report->precision,
-           point->seed);
+           (unsigned long long)report->seed);
     if (*point->label) printf("%s\n", point->label);
     printf("%d ranks: ", plan->gpus);
     print_layout(plan);
@@ -170,6 +171,7 @@ static cJSON *run_json(const struct training_report *report, const struct step_r
                             .executor = "cpu"};
     cJSON *object = result_json(&result);
     cJSON_ReplaceItemInObjectCaseSensitive(object, "cost_source", cJSON_CreateString("measured"));
+    cJSON_ReplaceItemInObjectCaseSensitive(object, "seed", json_number((double)report->seed));
     if (*report->plan->point->label) cJSON_AddStringToObject(object, "point", report->plan->point->label);
     cJSON_AddStringToObject(object, "dtype", report->precision);
     json_add_number(object, "ranks", ranks);

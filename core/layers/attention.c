@@ -1,9 +1,10 @@
 /*
 RoPE, QK-norm and core attention with its backward pass.
 
-A tile is TILE_QUERIES × TILE_KEYS scores of one head. Tiles no query of which sees a key (later keys, keys
-before the window) are skipped; within a tile, masked scores are never exponentiated. Query heads that share
-a key head are one task in the backward pass, since they add to the same key gradients.
+A tile is TILE_QUERIES × TILE_KEYS scores of one head, its queries all of one piece. Tiles no query of which
+sees a key (later keys, keys before the window) are skipped; within a tile, masked scores are never
+exponentiated. Query heads that share a key head are one task in the backward pass, since they add to the same
+key gradients.
 */
 #include "layers/kernels.h"
 #include "layers/vector_math.h"
@@ -40,7 +41,13 @@ struct rotation {
 };
 
 static int token_tasks(const struct attention_shape *shape) {
-    return (shape->sequences * shape->seq_len + TOKENS_A_TASK - 1) / TOKENS_A_TASK;
+    return (rows_of_all(shape->sequences) + TOKENS_A_TASK - 1) / TOKENS_A_TASK;
+}
+
+/* Where a token's angles are in the tables. */
+static size_t angle_of(const struct attention_shape *shape, int token) {
+    int row = token % rows_of_sequence(shape->sequences);
+    return (size_t)position_of_row(shape->sequences, row) * (shape->head_dim / 2);
 }
 
 /* (a, b) → (a cos − b sin, b cos + a sin) for the two halves; direction −1 undoes it. */
@@ -56,11 +63,11 @@ static void rotate_head(floatX *restrict y, const floatX *restrict x, const floa
 static void rotate_forward_tokens(void *context, int task) {
     const struct rotation *r = context;
     const struct attention_shape *shape = r->shape;
-    int dim = shape->head_dim, tokens = shape->sequences * shape->seq_len;
+    int dim = shape->head_dim, tokens = rows_of_all(shape->sequences);
     int end = (task + 1) * TOKENS_A_TASK < tokens ? (task + 1) * TOKENS_A_TASK : tokens;
     floatX head[dim];
     for (int t = task * TOKENS_A_TASK; t < end; t++) {
-        size_t angle = (size_t)(t % shape->seq_len) * (dim / 2);
+        size_t angle = angle_of(shape, t);
         for (int h = 0; h < shape->heads + shape->kv_heads; h++) {
             const floatX *x = r->in + (size_t)t * r->in_stride + (size_t)h * dim;
             const floatX *norm = h < shape->heads ? r->q_norm : r->k_norm;
@@ -94,13 +101,13 @@ static void norm_head_backward(floatX *restrict dx, floatX *restrict dnorm, cons
 static void rotate_backward_tokens(void *context, int task) {
     const struct rotation *r = context;
     const struct attention_shape *shape = r->shape;
-    int dim = shape->head_dim, tokens = shape->sequences * shape->seq_len;
+    int dim = shape->head_dim, tokens = rows_of_all(shape->sequences);
     int end = (task + 1) * TOKENS_A_TASK < tokens ? (task + 1) * TOKENS_A_TASK : tokens;
     floatX head[dim];
     floatX *partial = r->partial ? r->partial + (size_t)task * 2 * dim : NULL;
     if (partial) memset(partial, 0, 2 * (size_t)dim * sizeof *partial);
     for (int t = task * TOKENS_A_TASK; t < end; t++) {
-        size_t angle = (size_t)(t % shape->seq_len) * (dim / 2);
+        size_t angle = angle_of(shape, t);
         for (int h = 0; h < shape->heads + shape->kv_heads; h++) {
             floatX *d = r->out + (size_t)t * r->out_stride + (size_t)h * dim;
             bool query = h < shape->heads;
@@ -150,8 +157,8 @@ struct attention {
     const struct attention_shape *shape;
     const struct attention_inputs *in;
     floatX *out, *lse; /* forward: written */
-    floatX *dq, *dk, *dv, *delta, *dsinks;
-    int stride;
+    const struct attention_gradients *gradients;
+    floatX *delta;
     const floatX *dout;
 };
 
@@ -161,6 +168,29 @@ static int smaller(int a, int b) {
 static int larger(int a, int b) {
     return a > b ? a : b;
 }
+/* Queries that stand next to each other in a sequence. */
+struct tile {
+    size_t row;            /* of the first query among all rows */
+    size_t keys;           /* row of the sequence's first key */
+    int position, queries; /* of the first query in the sequence; how many there are */
+};
+
+static int tiles_of_piece(const struct attention_shape *shape) {
+    return (piece_here(shape->sequences, 0).rows + TILE_QUERIES - 1) / TILE_QUERIES;
+}
+
+static int tiles_of_sequence(const struct attention_shape *shape) {
+    return pieces_here(shape->sequences) * tiles_of_piece(shape);
+}
+
+static struct tile tile_of(const struct attention_shape *shape, int sequence, int number) {
+    int tiles = tiles_of_piece(shape), start = number % tiles * TILE_QUERIES;
+    struct sequence_piece piece = piece_here(shape->sequences, number / tiles);
+    return (struct tile){(size_t)sequence * rows_of_sequence(shape->sequences) + piece.row + start,
+                         (size_t)sequence * shape->sequences.seq_len, piece.position + start,
+                         smaller(TILE_QUERIES, piece.rows - start)};
+}
+
 /* First key that the query at this position sees; the last is its own. */
 static int first_key(const struct attention_shape *shape, int position) {
     return shape->window ? larger(0, position - shape->window + 1) : 0;
@@ -193,50 +223,50 @@ static void forward_tile(void *context, int task) {
     const struct attention *a = context;
     const struct attention_shape *shape = a->shape;
     const struct attention_inputs *in = a->in;
-    int tiles = (shape->seq_len + TILE_QUERIES - 1) / TILE_QUERIES, dim = shape->head_dim;
-    int tile = tiles - 1 - task % tiles, head = task / tiles % shape->heads; /* the longest tiles first */
-    size_t token = (size_t)(task / tiles / shape->heads) * shape->seq_len;
-    int start = tile * TILE_QUERIES, queries = smaller(TILE_QUERIES, shape->seq_len - start);
+    int tiles = tiles_of_sequence(shape), dim = shape->head_dim, head = task / tiles % shape->heads;
+    struct tile tile =
+        tile_of(shape, task / tiles / shape->heads, tiles - 1 - task % tiles); /* the longest first */
     int kv_head = head / (shape->heads / shape->kv_heads), out_stride = shape->heads * dim;
     floatX scale = (floatX)(1 / sqrt(dim));
     floatX scores[TILE_QUERIES * TILE_KEYS], most[TILE_QUERIES], sum[TILE_QUERIES];
-    floatX *out = a->out + (token + start) * out_stride + (size_t)head * dim;
-    for (int i = 0; i < queries; i++) {
+    floatX *out = a->out + tile.row * out_stride + (size_t)head * dim;
+    for (int i = 0; i < tile.queries; i++) {
         most[i] = in->sinks ? in->sinks[head] : (floatX)-INFINITY;
         sum[i] = in->sinks ? 1 : 0;
     }
     bool fresh = true; /* nothing in out yet */
-    for (int first = first_key(shape, start) / TILE_KEYS * TILE_KEYS; first < start + queries;
+    int end = tile.position + tile.queries;
+    for (int first = first_key(shape, tile.position) / TILE_KEYS * TILE_KEYS; first < end;
          first += TILE_KEYS) {
-        int keys = smaller(TILE_KEYS, start + queries - first);
-        const floatX *q = in->q + (token + start) * in->q_stride + (size_t)head * dim;
-        const floatX *k = in->k + (token + first) * in->k_stride + (size_t)kv_head * dim;
-        const floatX *v = in->v + (token + first) * in->v_stride + (size_t)kv_head * dim;
-        tile_product(false, true, queries, keys, dim, 1, q, in->q_stride, k, in->k_stride, 0, scores,
+        int keys = smaller(TILE_KEYS, end - first);
+        const floatX *q = in->q + tile.row * in->q_stride + (size_t)head * dim;
+        const floatX *k = in->k + (tile.keys + first) * in->k_stride + (size_t)kv_head * dim;
+        const floatX *v = in->v + (tile.keys + first) * in->v_stride + (size_t)kv_head * dim;
+        tile_product(false, true, tile.queries, keys, dim, 1, q, in->q_stride, k, in->k_stride, 0, scores,
                      TILE_KEYS);
-        for (int i = 0; i < queries; i++) {
+        for (int i = 0; i < tile.queries; i++) {
             int from, to;
             floatX *row = scores + (size_t)i * TILE_KEYS, *old = out + (size_t)i * out_stride;
-            mask_row(row, shape, start + i, first, keys, &from, &to);
+            mask_row(row, shape, tile.position + i, first, keys, &from, &to);
             floatX factor = softmax_row(row, from, to, scale, &most[i], &sum[i]);
             for (int d = 0; !fresh && factor != 1 && d < dim; d++) old[d] *= factor;
         }
-        tile_product(false, false, queries, dim, keys, 1, scores, TILE_KEYS, v, in->v_stride, !fresh, out,
-                     out_stride);
+        tile_product(false, false, tile.queries, dim, keys, 1, scores, TILE_KEYS, v, in->v_stride, !fresh,
+                     out, out_stride);
         fresh = false;
     }
-    for (int i = 0; i < queries; i++) {
+    for (int i = 0; i < tile.queries; i++) {
         floatX inverse = 1 / sum[i], *row = out + (size_t)i * out_stride;
         for (int d = 0; d < dim; d++) row[d] *= inverse;
-        a->lse[(token + start + i) * shape->heads + head] = most[i] + (floatX)log(sum[i]);
+        a->lse[(tile.row + i) * shape->heads + head] = most[i] + (floatX)log(sum[i]);
     }
 }
 
 void attention_forward(struct context *context, const struct attention_shape *shape, floatX *out, floatX *lse,
                        const struct attention_inputs *inputs) {
     struct attention attention = {.shape = shape, .in = inputs, .out = out, .lse = lse};
-    int tiles = (shape->seq_len + TILE_QUERIES - 1) / TILE_QUERIES;
-    workers_run(context->workers, shape->sequences * shape->heads * tiles, forward_tile, &attention);
+    workers_run(context->workers, shape->sequences.count * shape->heads * tiles_of_sequence(shape),
+                forward_tile, &attention);
 }
 
 /* ---- backward ---------------------------------------------------------------------------------------- */
@@ -262,82 +292,87 @@ static void scores_backward(floatX *dweights, const floatX *weights, const float
     }
 }
 
-static void backward_tile(const struct attention *a, size_t token, int head, int start, int first) {
+static void backward_tile(const struct attention *a, struct tile tile, int head, int first) {
     const struct attention_shape *shape = a->shape;
     const struct attention_inputs *in = a->in;
-    int dim = shape->head_dim, out_stride = shape->heads * dim, heads = shape->heads;
-    int queries = smaller(TILE_QUERIES, shape->seq_len - start);
-    int keys = smaller(TILE_KEYS, start + queries - first);
-    size_t query = token + start, key = token + first;
+    const struct attention_gradients *g = a->gradients;
+    int dim = shape->head_dim, out_stride = shape->heads * dim, heads = shape->heads, queries = tile.queries;
+    int keys = smaller(TILE_KEYS, tile.position + queries - first);
+    size_t query = tile.row, key = tile.keys + first;
     size_t q_at = (size_t)head * dim, kv_at = (size_t)(head / (heads / shape->kv_heads)) * dim;
     const floatX *q = in->q + query * in->q_stride + q_at, *dout = a->dout + query * out_stride + q_at;
     const floatX *k = in->k + key * in->k_stride + kv_at, *v = in->v + key * in->v_stride + kv_at;
-    floatX *dq = a->dq + query * a->stride + q_at;
-    floatX *dk = a->dk + key * a->stride + kv_at, *dv = a->dv + key * a->stride + kv_at;
+    floatX *dq = g->q + query * g->q_stride + q_at;
+    floatX *dk = g->k + key * g->kv_stride + kv_at, *dv = g->v + key * g->kv_stride + kv_at;
     floatX scale = (floatX)(1 / sqrt(dim));
     floatX weights[TILE_QUERIES * TILE_KEYS], dscores[TILE_QUERIES * TILE_KEYS];
     tile_product(false, true, queries, keys, dim, 1, q, in->q_stride, k, in->k_stride, 0, weights, TILE_KEYS);
-    weights_of_tile(a, weights, a->lse + query * heads + head, start, queries, first, keys, scale);
-    tile_product(true, false, keys, dim, queries, 1, weights, TILE_KEYS, dout, out_stride, 1, dv, a->stride);
+    weights_of_tile(a, weights, a->lse + query * heads + head, tile.position, queries, first, keys, scale);
+    tile_product(true, false, keys, dim, queries, 1, weights, TILE_KEYS, dout, out_stride, 1, dv,
+                 g->kv_stride);
     tile_product(false, true, queries, keys, dim, 1, dout, out_stride, v, in->v_stride, 0, dscores,
                  TILE_KEYS);
     scores_backward(dscores, weights, a->delta + query * heads + head, heads, queries, keys, scale);
-    tile_product(false, false, queries, dim, keys, 1, dscores, TILE_KEYS, k, in->k_stride, 1, dq, a->stride);
-    tile_product(true, false, keys, dim, queries, 1, dscores, TILE_KEYS, q, in->q_stride, 1, dk, a->stride);
+    tile_product(false, false, queries, dim, keys, 1, dscores, TILE_KEYS, k, in->k_stride, 1, dq,
+                 g->q_stride);
+    tile_product(true, false, keys, dim, queries, 1, dscores, TILE_KEYS, q, in->q_stride, 1, dk,
+                 g->kv_stride);
 }
 
 /* delta (T, heads) = Σ over head_dim of dout · out: what every score's gradient has in common. */
-static void delta_of_head(const struct attention *a, size_t token, int head) {
+static void delta_of_head(const struct attention *a, size_t first, size_t rows, int head) {
     const struct attention_shape *shape = a->shape;
     size_t stride = (size_t)shape->heads * shape->head_dim;
-    for (size_t t = token; t < token + shape->seq_len; t++) {
+    for (size_t t = first; t < first + rows; t++) {
         size_t at = t * stride + (size_t)head * shape->head_dim;
         a->delta[t * shape->heads + head] = vector_dot(a->dout + at, a->out + at, shape->head_dim);
     }
+}
+
+static void clear_rows(floatX *x, int stride, size_t first, size_t rows, size_t width) {
+    for (size_t t = first; t < first + rows; t++) memset(x + t * stride, 0, width * sizeof *x);
 }
 
 /* One sequence's key head with all its query heads. */
 static void backward_group(void *context, int task) {
     const struct attention *a = context;
     const struct attention_shape *shape = a->shape;
-    int dim = shape->head_dim, group = shape->heads / shape->kv_heads, kv_head = task % shape->kv_heads;
-    size_t token = (size_t)(task / shape->kv_heads) * shape->seq_len;
-    for (size_t t = token; t < token + shape->seq_len; t++) {
-        memset(a->dq + t * a->stride + (size_t)kv_head * group * dim, 0,
-               (size_t)group * dim * sizeof(floatX));
-        memset(a->dk + t * a->stride + (size_t)kv_head * dim, 0, (size_t)dim * sizeof(floatX));
-        memset(a->dv + t * a->stride + (size_t)kv_head * dim, 0, (size_t)dim * sizeof(floatX));
-    }
+    const struct attention_gradients *g = a->gradients;
+    int group = shape->heads / shape->kv_heads, kv_head = task % shape->kv_heads;
+    int sequence = task / shape->kv_heads;
+    size_t rows = (size_t)rows_of_sequence(shape->sequences), keys = (size_t)shape->sequences.seq_len;
+    size_t dim = (size_t)shape->head_dim, row = sequence * rows, key = sequence * keys;
+    clear_rows(g->q + kv_head * group * dim, g->q_stride, row, rows, group * dim);
+    clear_rows(g->k + kv_head * dim, g->kv_stride, key, keys, dim);
+    clear_rows(g->v + kv_head * dim, g->kv_stride, key, keys, dim);
     for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {
-        delta_of_head(a, token, head);
-        for (int start = 0; start < shape->seq_len; start += TILE_QUERIES) {
-            int end = smaller(start + TILE_QUERIES, shape->seq_len);
-            for (int first = first_key(shape, start) / TILE_KEYS * TILE_KEYS; first < end; first += TILE_KEYS)
-                backward_tile(a, token, head, start, first);
+        delta_of_head(a, row, rows, head);
+        for (int i = 0; i < tiles_of_sequence(shape); i++) {
+            struct tile tile = tile_of(shape, sequence, i);
+            for (int first = first_key(shape, tile.position) / TILE_KEYS * TILE_KEYS;
+                 first < tile.position + tile.queries; first += TILE_KEYS)
+                backward_tile(a, tile, head, first);
         }
     }
 }
 
-void attention_backward(struct context *context, const struct attention_shape *shape, floatX *dq, floatX *dk,
-                        floatX *dv, int stride, floatX *dsinks, const floatX *dout, const floatX *out,
+void attention_backward(struct context *context, const struct attention_shape *shape,
+                        const struct attention_gradients *gradients, const floatX *dout, const floatX *out,
                         const floatX *lse, const struct attention_inputs *inputs) {
-    size_t tokens = (size_t)shape->sequences * shape->seq_len, heads = (size_t)shape->heads;
+    size_t tokens = (size_t)rows_of_all(shape->sequences), heads = (size_t)shape->heads;
     floatX *delta = scratch_floats(context, tokens * heads);
     /* out and lse are only read here */
     struct attention attention = {.shape = shape,
                                   .in = inputs,
                                   .out = (floatX *)(uintptr_t)out,
                                   .lse = (floatX *)(uintptr_t)lse,
-                                  .dq = dq,
-                                  .dk = dk,
-                                  .dv = dv,
+                                  .gradients = gradients,
                                   .delta = delta,
-                                  .stride = stride,
                                   .dout = dout};
-    workers_run(context->workers, shape->sequences * shape->kv_heads, backward_group, &attention);
+    workers_run(context->workers, shape->sequences.count * shape->kv_heads, backward_group, &attention);
     /* A sink has a weight but no value: its score's gradient is −weight · delta. */
-    for (size_t h = 0; dsinks && inputs->sinks && h < heads; h++)
+    for (size_t h = 0; gradients->sinks && inputs->sinks && h < heads; h++)
         for (size_t t = 0; t < tokens; t++)
-            dsinks[h] -= exponential(inputs->sinks[h] - lse[t * heads + h]) * delta[t * heads + h];
+            gradients->sinks[h] -= exponential(inputs->sinks[h] - lse[t * heads + h]) * delta[t * heads + h];
     scratch_release(context, delta);
 }

@@ -3,14 +3,16 @@ The mathematics of a training step: layers, forward and backward, on plain array
 
 Concepts
 - floatX is float, or double when built with FLOATX_DOUBLE (for proofs). Loss sums are always double.
-- All arrays are row-major and belong to the caller. A row is one token (T of them, whole sequences of S
-tokens one after another), or one copy of a token at an expert (R of them, grouped by expert).
+- All arrays are row-major and belong to the caller. A row is one token (T of them, sequences of S tokens, or
+this GPU's part of each, one after another), or one copy of a token at an expert (R of them, grouped by
+expert).
 - Weight matrices are (out, in), as HuggingFace stores them: y = x Wᵀ + b.
 - The backward pass is split. *_backward_input gives the gradient of the layer's input; *_backward_weight
 gives the gradients of its matrices and biases. Gradients of small vectors that come for free with the input's
   (norms, sinks) belong to the input half. Gradients of parameters are added to, never overwritten.
-- Nothing here knows of ranks or schedules. Sums run in a fixed order, so results do not depend on timing. How
-  a product is cut among workers depends on their number, which may change the last bit.
+- Nothing here knows of ranks or schedules. What GPUs that share sequences have to tell each other is an array
+between two functions, filled by whoever calls them. Sums run in a fixed order, so results do not depend on
+timing. How a product is cut among workers depends on their number, which may change the last bit.
 */
 #ifndef LAYERS_KERNELS_H
 #define LAYERS_KERNELS_H
@@ -49,6 +51,46 @@ void *scratch_take(struct context *context, size_t bytes);
 floatX *scratch_floats(struct context *context, size_t count);
 void scratch_release(struct context *context, void *since); /* since and all taken after it */
 void context_free(struct context *context);                 /* its scratch, not its workers */
+
+/* ---- sequences --------------------------------------------------------------------------------------- */
+
+/* The sequences of a micro-batch, and which part of each a GPU holds. A run of cp GPUs holds every sequence
+   as 2·cp equal pieces in order of position (cp 1: as one), of which GPU number `index` has numbers index and
+   2·cp − 1 − index, so that under a causal mask all have as much to do (Llama 3, Dubey et al. 2024,
+   section 3.3.2). On a GPU a sequence's rows are its pieces there, one after the other. */
+struct sequences {
+    int count, seq_len, cp, index;
+};
+struct sequence_piece {
+    int number;    /* among the sequence's pieces */
+    int row, rows; /* where its rows begin among the GPU's rows of the sequence; how many there are */
+    int position;  /* of its first token in the sequence */
+};
+static inline struct sequences whole_sequences(int count, int seq_len) {
+    return (struct sequences){count, seq_len, 1, 0};
+}
+static inline int pieces_of_sequence(struct sequences s) {
+    return s.cp > 1 ? 2 * s.cp : 1;
+}
+static inline int pieces_here(struct sequences s) {
+    return s.cp > 1 ? 2 : 1;
+}
+static inline struct sequence_piece piece_here(struct sequences s, int i) {
+    int rows = s.seq_len / pieces_of_sequence(s), number = i ? 2 * s.cp - 1 - s.index : s.index;
+    return (struct sequence_piece){number, i * rows, rows, number * rows};
+}
+/* Rows of one sequence; of all. */
+static inline int rows_of_sequence(struct sequences s) {
+    return s.seq_len / s.cp;
+}
+static inline int rows_of_all(struct sequences s) {
+    return s.count * rows_of_sequence(s);
+}
+/* In its sequence, of one of the sequence's rows. */
+static inline int position_of_row(struct sequences s, int row) {
+    struct sequence_piece piece = piece_here(s, row >= s.seq_len / pieces_of_sequence(s));
+    return piece.position + row - piece.row;
+}
 
 /* ---- linear ------------------------------------------------------------------------------------------ */
 
@@ -89,6 +131,16 @@ static inline int rotated_width(const struct model *model) {
 static inline int qkv_width(const struct model *model) {
     return rotated_width(model) + model->attention.kv_heads * model->attention.head_dim;
 }
+static inline int key_width(const struct model *model) { /* of keys, or of values */
+    return model->attention.kv_heads * model->attention.head_dim;
+}
+static inline int gathered_width(const struct model *model) { /* keys and values side by side */
+    return 2 * key_width(model);
+}
+/* Of rows of rotated queries and keys: of their own with QK-norm, else where they were projected. */
+static inline int rotated_stride(const struct model *model) {
+    return model->attention.qk_norm ? rotated_width(model) : qkv_width(model);
+}
 /* Of the part that every token passes: shared experts side by side, or the dense FFN. */
 static inline int shared_width(const struct model *model, int layer) {
     return model_layer_is_moe(model, layer) ? model->moe.shared_experts * model->moe.expert_hidden
@@ -122,7 +174,7 @@ void rmsnorm_backward(struct context *context, floatX *dx, floatX *dweight, cons
 /* ---- attention --------------------------------------------------------------------------------------- */
 
 struct attention_shape {
-    int sequences, seq_len;
+    struct sequences sequences;
     int heads, kv_heads, head_dim;
     int window; /* keys a query sees, itself included; 0: all before it */
 };
@@ -144,8 +196,8 @@ void rotate_backward(struct context *context, const struct attention_shape *shap
                      floatX *dqkv, int dqkv_stride, const floatX *qkv, int qkv_stride, const floatX *q_norm,
                      const floatX *k_norm, floatX *dq_norm, floatX *dk_norm, double eps);
 
-/* Rotated queries (T, heads · head_dim), keys and values (T, kv_heads · head_dim), each with its row stride.
- */
+/* Rotated queries (T, heads · head_dim); keys and values (sequences · S, kv_heads · head_dim) of whole
+   sequences in order of position, which for cp 1 are those of the same rows. Each with its row stride. */
 struct attention_inputs {
     const floatX *q, *k, *v;
     int q_stride, k_stride, v_stride;
@@ -155,10 +207,16 @@ struct attention_inputs {
    running maximum (Milakov & Gimelshein 2018; FlashAttention, Dao et al. 2022): memory linear in S. */
 void attention_forward(struct context *context, const struct attention_shape *shape, floatX *out, floatX *lse,
                        const struct attention_inputs *inputs);
-/* dq, dk, dv with one row stride, overwritten; dsinks (heads) added to, or NULL. The scores are computed
- * anew. */
-void attention_backward(struct context *context, const struct attention_shape *shape, floatX *dq, floatX *dk,
-                        floatX *dv, int stride, floatX *dsinks, const floatX *dout, const floatX *out,
+/* Of the same shapes, overwritten: keys and values of whole sequences get what these rows' queries give them;
+   sinks (heads) are added to, or NULL. */
+struct attention_gradients {
+    floatX *q, *k, *v;
+    int q_stride, kv_stride;
+    floatX *sinks;
+};
+/* The scores are computed anew. */
+void attention_backward(struct context *context, const struct attention_shape *shape,
+                        const struct attention_gradients *gradients, const floatX *dout, const floatX *out,
                         const floatX *lse, const struct attention_inputs *inputs);
 
 /* ---- router ------------------------------------------------------------------------------------------ */
@@ -170,20 +228,21 @@ struct route {
                             and valid whatever the logits, NaN too */
     floatX *weights;     /* (T, K) 0 where dropped */
     unsigned char *kept; /* (T, K) 0: dropped, over the expert's capacity */
+    int *chosen;         /* (sequences, E) how often each whole sequence chose it, dropped copies too */
 };
 /* Where the tokens stand in the batch, so that noise is the same whatever rank computes it. */
 struct route_key {
     uint64_t seed;
     int64_t step;
     int layer;
-    int64_t first_token; /* global index of the first of the T tokens */
+    int64_t first_token; /* global index of the first sequence's first token */
 };
 /* Noisy top-k (Shazeer et al. 2017, eq. 4): logits += ε · softplus(noise), ε normal, keyed by token. */
 void noise_forward(struct context *context, floatX *logits, const floatX *noise, struct route_key key,
-                   int tokens, int experts);
+                   struct sequences sequences, int experts);
 /* dnoise (T, E) from dlogits (T, E) */
 void noise_backward(struct context *context, floatX *dnoise, const floatX *dlogits, const floatX *noise,
-                    struct route_key key, int tokens, int experts);
+                    struct route_key key, struct sequences sequences, int experts);
 /* A choice of experts that does not depend on logits, for measurements whose load must be known
    (Megatron-Core has one that is uniform and random). Weights, losses and gradients stay those of the logits,
    so only the choice itself is not learned. */
@@ -199,18 +258,28 @@ struct forced_routing {
    same shares. */
 struct forced_routing *forced_routing_new(struct arena *arena, const struct model *model, const double *share,
                                           int seq_len);
-/* ids, weights, kept from route->logits; ids from `forced`, for this layer, unless it is NULL. Capacity,
-   where the model has one, is counted per sequence (so that it does not depend on micro-batches or ranks): an
-   expert takes at most ceil(factor · S · K / E) copies of a sequence, first choices before second ones,
-   earlier tokens before later ones (GShard, Lepikhin et al. 2020). */
+/* Routing in three steps, since two things are of a whole sequence (so that they do not depend on
+   micro-batches or ranks), the balance loss and capacity: an expert takes at most model_expert_capacity
+   copies of a sequence, first choices before second ones, earlier tokens before later ones. choose: ids and
+   weights from route->logits; ids from `forced`, for this layer, unless it is NULL. count: how often each of
+   this GPU's pieces chose each expert as its k-th, into its places of choices (sequences, pieces of a
+   sequence, K, E), the others left alone. settle: chosen and kept from the choices of all pieces; the weights
+   of what is dropped become 0. */
+void route_choose(struct context *context, const struct model *model, struct route *route,
+                  const struct forced_routing *forced, int layer, struct sequences sequences);
+void route_count(const struct model *model, int *choices, const struct route *route,
+                 struct sequences sequences);
+void route_settle(const struct model *model, struct route *route, const int *choices,
+                  struct sequences sequences);
+/* All three, of whole sequences. */
 void route_forward(struct context *context, const struct model *model, struct route *route,
-                   const struct forced_routing *forced, int layer, int sequences, int seq_len);
+                   const struct forced_routing *forced, int layer, struct sequences sequences);
 /* dlogits (T, E), overwritten, from dweights (T, K) and the two auxiliary losses, which count aux_scale and
    z_scale times their sums below. */
 void route_backward(struct context *context, const struct model *model, floatX *dlogits,
-                    const floatX *dweights, const struct route *route, int sequences, int seq_len,
+                    const floatX *dweights, const struct route *route, struct sequences sequences,
                     double aux_scale, double z_scale);
-/* Sums over sequences and tokens, not yet scaled.
+/* Sums over sequences and tokens, not yet scaled; of the rows here.
    aux: Σ over sequences of E · Σₑ fₑ Pₑ, with fₑ the sequence's copies chosen for e ÷ S and Pₑ the mean of
    the softmax over all experts (Switch, Fedus et al. 2021, eq. 4; scaled as HuggingFace does: K when
    balanced). Per sequence, so that it is the same for every layout and number of micro-batches. Dropped
@@ -218,8 +287,8 @@ void route_backward(struct context *context, const struct model *model, floatX *
 struct route_losses {
     double aux, z;
 };
-struct route_losses route_losses(const struct model *model, const struct route *route, int sequences,
-                                 int seq_len);
+struct route_losses route_losses(const struct model *model, const struct route *route,
+                                 struct sequences sequences);
 /* The step's loss adds aux_loss · mean over sequences and MoE layers, z_loss · mean over tokens and MoE
  * layers. */
 double route_aux_scale(const struct model *model, int64_t batch_sequences);
@@ -285,6 +354,11 @@ void adamw(struct context *context, const struct optimizer *optimizer, int64_t s
 void adamw_bf16(struct context *context, const struct optimizer *optimizer, int64_t step, double scale,
                 bool decay, floatX *values, const floatX *gradients, uint16_t *moment1, uint16_t *moment2,
                 size_t count, size_t first, uint64_t key);
+/* sums += addends, in BF16 rounded stochastically: up with the probability of the part cut off, so that the
+   sum of many small numbers is right on average, where rounding to nearest would come to a halt as soon as
+   one is below half of the sum's last bit. Keyed by element as above; key: differs between additions. */
+void add_bf16(struct context *context, uint16_t *sums, const floatX *addends, size_t count, size_t first,
+              uint64_t key);
 static inline uint32_t float_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

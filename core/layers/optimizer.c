@@ -1,5 +1,5 @@
 /*
-AdamW, learning-rate schedule, clipping, and BF16 for optimizer state.
+AdamW, learning-rate schedule, clipping, and BF16 for optimizer state and summed gradients.
 */
 #include "layers/kernels.h"
 
@@ -60,9 +60,36 @@ static uint16_t bf16_stochastic(float value, uint32_t random) {
     return (uint16_t)((bits + (random & 0xffff)) >> 16);
 }
 
+enum { ELEMENTS_A_TASK = 1 << 15 };
+
+static int part_count(size_t count) {
+    return (int)((count + ELEMENTS_A_TASK - 1) / ELEMENTS_A_TASK);
+}
+
+struct bf16_sum {
+    uint16_t *sums;
+    const floatX *addends;
+    size_t count, first;
+    uint64_t key;
+};
+
+static void add_part(void *context, int task) {
+    const struct bf16_sum sum = *(const struct bf16_sum *)context;
+    size_t start = (size_t)task * ELEMENTS_A_TASK;
+    size_t end = start + ELEMENTS_A_TASK < sum.count ? start + ELEMENTS_A_TASK : sum.count;
+    for (size_t i = start; i < end; i++)
+        sum.sums[i] = bf16_stochastic((float)((floatX)bf16_to_float(sum.sums[i]) + sum.addends[i]),
+                                      mix(sum.key, sum.first + i));
+}
+
+void add_bf16(struct context *context, uint16_t *sums, const floatX *addends, size_t count, size_t first,
+              uint64_t key) {
+    struct bf16_sum sum = {sums, addends, count, first, key};
+    workers_run(context->workers, part_count(count), add_part, &sum);
+}
+
 /* ---- AdamW ------------------------------------------------------------------------------------------- */
 
-enum { ELEMENTS_A_TASK = 1 << 15 };
 struct adamw_update {
     floatX *values, *moment1, *moment2;
     uint16_t *half1, *half2; /* in place of the moments above */
@@ -123,10 +150,6 @@ static void adamw_bf16_part(void *context, int task) {
         u.values[i] =
             u.values[i] * u.decay - u.rate * (m * u.correction1) / (root(v * u.correction2) + u.epsilon);
     }
-}
-
-static int part_count(size_t count) {
-    return (int)((count + ELEMENTS_A_TASK - 1) / ELEMENTS_A_TASK);
 }
 
 void adamw(struct context *context, const struct optimizer *optimizer, int64_t step, double scale, bool decay,

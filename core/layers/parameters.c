@@ -152,10 +152,7 @@ const struct parameter *parameters_find(const struct parameters *parameters, con
 
 /* FNV-1a of the name. */
 uint64_t parameter_key(const struct parameter *parameter, uint64_t number) {
-    uint64_t hash = 14695981039346656037u;
-    for (const char *name = parameter->name; *name; name++)
-        hash = (hash ^ (unsigned char)*name) * 1099511628211u;
-    return hash ^ (number * 0x9e3779b97f4a7c15u);
+    return text_hash(parameter->name) ^ (number * 0x9e3779b97f4a7c15u);
 }
 
 void parameters_initialise(const struct parameters *parameters, floatX *values, uint64_t seed) {

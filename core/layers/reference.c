@@ -57,10 +57,13 @@ static enum activation_function expert_activation(const struct model *model) {
     return (enum activation_function)model->moe.activation;
 }
 
+static struct sequences part_sequences(const struct part *part) {
+    return whole_sequences(part->sequences, part->reference->seq_len);
+}
+
 static struct attention_shape attention_shape(const struct part *part, int layer) {
     const struct model *model = part->model;
-    return (struct attention_shape){part->sequences,           part->reference->seq_len,
-                                    model->attention.heads,    model->attention.kv_heads,
+    return (struct attention_shape){part_sequences(part), model->attention.heads, model->attention.kv_heads,
                                     model->attention.head_dim, model_layer_window(model, layer)};
 }
 
@@ -110,8 +113,9 @@ static void attention_layer_backward(const struct part *part, int layer, floatX 
     floatX *dnormed = scratch_floats(context, (size_t)tokens * hidden);
     linear_backward_input(context, dattended, d, w->out, tokens, query, hidden);
     linear_backward_weight(context, g->out, g->out_bias, d, kept->attended, tokens, query, hidden);
-    attention_backward(context, &shape, dqkv, dqkv + query, dqkv + rotated_width(model), width, g->sinks,
-                       dattended, kept->attended, kept->lse, &inputs);
+    struct attention_gradients gradients = {dqkv,  dqkv + query, dqkv + rotated_width(model),
+                                            width, width,        g->sinks};
+    attention_backward(context, &shape, &gradients, dattended, kept->attended, kept->lse, &inputs);
     rotate_backward(context, &shape, &part->memory->rope, dqkv, width, kept->qkv, width, w->q_norm, w->k_norm,
                     g->q_norm, g->k_norm, model->norm_eps);
     linear_backward_input(context, dnormed, dqkv, w->qkv, tokens, hidden, width);
@@ -140,10 +144,10 @@ static void router_forward(const struct part *part, int layer) {
     if (w->noise) {
         linear_forward(context, kept->noise, kept->ffn_normed, w->noise, w->noise_bias, tokens, hidden,
                        experts);
-        noise_forward(context, kept->route.logits, kept->noise, layer_key(part, layer), tokens, experts);
+        noise_forward(context, kept->route.logits, kept->noise, layer_key(part, layer), part_sequences(part),
+                      experts);
     }
-    route_forward(context, model, &kept->route, part->reference->forced, layer, part->sequences,
-                  part->reference->seq_len);
+    route_forward(context, model, &kept->route, part->reference->forced, layer, part_sequences(part));
 }
 
 /* dnormed (T, H) += through the router, from dweights (T, K) */
@@ -156,14 +160,15 @@ static void router_backward(const struct part *part, int layer, floatX *dnormed,
     int experts = model->moe.experts, tokens = part->tokens, hidden = model->hidden;
     floatX *dlogits = scratch_floats(context, (size_t)tokens * experts);
     floatX *through = scratch_floats(context, (size_t)tokens * hidden);
-    route_backward(context, model, dlogits, dweights, &kept->route, part->sequences, part->reference->seq_len,
-                   part->aux_scale, part->z_scale);
+    route_backward(context, model, dlogits, dweights, &kept->route, part_sequences(part), part->aux_scale,
+                   part->z_scale);
     linear_backward_input(context, through, dlogits, w->router, tokens, hidden, experts);
     linear_backward_weight(context, g->router, g->router_bias, dlogits, kept->ffn_normed, tokens, hidden,
                            experts);
     vector_add(context, dnormed, through, (size_t)tokens * hidden);
     if (w->noise) {
-        noise_backward(context, dlogits, dlogits, kept->noise, layer_key(part, layer), tokens, experts);
+        noise_backward(context, dlogits, dlogits, kept->noise, layer_key(part, layer), part_sequences(part),
+                       experts);
         linear_backward_input(context, through, dlogits, w->noise, tokens, hidden, experts);
         linear_backward_weight(context, g->noise, g->noise_bias, dlogits, kept->ffn_normed, tokens, hidden,
                                experts);
@@ -403,7 +408,7 @@ static floatX *layer_output(const struct part *part, int layer) {
 static void add_route_losses(const struct part *part, int layer, struct step_losses *losses) {
     const struct kept *kept = &part->memory->kept[layer];
     const struct model *model = part->model;
-    struct route_losses sums = route_losses(model, &kept->route, part->sequences, part->reference->seq_len);
+    struct route_losses sums = route_losses(model, &kept->route, part_sequences(part));
     double margin = part->reference->forced ? INFINITY : route_margin(model, &kept->route, part->tokens);
     losses->aux += sums.aux;
     losses->z += sums.z;
@@ -538,13 +543,15 @@ static floatX *floats(struct arena *arena, size_t rows, size_t columns) {
     return arena_alloc(arena, rows * columns * sizeof(floatX) + 1);
 }
 
-static void make_route(struct arena *arena, struct kept *kept, const struct model *model, size_t tokens) {
+static void make_route(struct arena *arena, struct kept *kept, const struct model *model, size_t tokens,
+                       size_t sequences) {
     size_t experts = (size_t)model->moe.experts, copies = tokens * model->moe.top_k;
     size_t hidden = (size_t)model->hidden, width = (size_t)model->moe.expert_hidden;
     kept->route.logits = floats(arena, tokens, experts);
     kept->route.weights = floats(arena, copies, 1);
     kept->route.ids = arena_alloc(arena, copies * sizeof(int));
     kept->route.kept = arena_alloc(arena, copies);
+    kept->route.chosen = arena_alloc(arena, sequences * experts * sizeof(int));
     if (model->moe.router == ROUTER_NOISY_TOPK) kept->noise = floats(arena, tokens, experts);
     kept->order = arena_alloc(arena, copies * sizeof(int));
     kept->row_of = arena_alloc(arena, copies * sizeof(int));
@@ -555,7 +562,7 @@ static void make_route(struct arena *arena, struct kept *kept, const struct mode
 }
 
 static void make_kept(struct arena *arena, struct kept *kept, const struct model *model, int layer,
-                      size_t tokens) {
+                      size_t tokens, size_t sequences) {
     size_t hidden = (size_t)model->hidden, shared = (size_t)shared_width(model, layer);
     kept->input = floats(arena, tokens, hidden);
     kept->normed = floats(arena, tokens, hidden);
@@ -567,7 +574,7 @@ static void make_kept(struct arena *arena, struct kept *kept, const struct model
     kept->ffn_normed = floats(arena, tokens, hidden);
     kept->shared_gate_up = floats(arena, tokens, 2 * shared);
     kept->shared_act = floats(arena, tokens, shared);
-    if (model_layer_is_moe(model, layer)) make_route(arena, kept, model, tokens);
+    if (model_layer_is_moe(model, layer)) make_route(arena, kept, model, tokens, sequences);
 }
 
 static struct reference_memory *make_memory(struct arena *arena, struct reference *reference) {
@@ -587,7 +594,7 @@ static struct reference_memory *make_memory(struct arena *arena, struct referenc
     memory->expert_gradients = arena_alloc(arena, layers * sizeof *memory->expert_gradients);
     for (int layer = 0; layer < model->layers; layer++) {
         int experts = model_layer_is_moe(model, layer) ? model->moe.experts : 0;
-        make_kept(arena, &memory->kept[layer], model, layer, tokens);
+        make_kept(arena, &memory->kept[layer], model, layer, tokens, (size_t)reference->sequences_at_once);
         memory->attention[layer] = attention_tensors(parameters, reference->values, layer);
         memory->attention_gradient[layer] = attention_tensors(parameters, reference->gradients, layer);
         memory->shared[layer] = ffn_tensors(parameters, reference->values, layer, -1);

@@ -59,7 +59,8 @@ struct routing {
     const struct model *model;
     struct route *route;
     const struct forced_routing *forced; /* or NULL */
-    int layer, tokens, seq_len;
+    int layer;
+    struct sequences sequences;
     floatX *dlogits;
     const floatX *dweights;
     double aux_scale, z_scale;
@@ -67,13 +68,14 @@ struct routing {
 };
 
 static int routing_end(const struct routing *r, int task) {
-    int end = (task + 1) * TOKENS_A_TASK;
-    return end < r->tokens ? end : r->tokens;
+    int end = (task + 1) * TOKENS_A_TASK, tokens = rows_of_all(r->sequences);
+    return end < tokens ? end : tokens;
 }
 
 static const int *forced_choice(const struct routing *r, int t) {
-    int position = (t % r->seq_len + r->layer) % r->seq_len;
-    return r->forced->ids + (size_t)position * r->model->moe.top_k;
+    int position = position_of_row(r->sequences, t % rows_of_sequence(r->sequences));
+    int shifted = (position + r->layer) % r->sequences.seq_len;
+    return r->forced->ids + (size_t)shifted * r->model->moe.top_k;
 }
 
 static void route_tokens(void *context, int task) {
@@ -91,35 +93,83 @@ static void route_tokens(void *context, int task) {
     }
 }
 
-/* Marks the copies of one sequence that exceed their expert's capacity as dropped. */
-static void drop_sequence(const struct model *model, struct route *route, int first_token, int seq_len) {
+void route_choose(struct context *context, const struct model *model, struct route *route,
+                  const struct forced_routing *forced, int layer, struct sequences sequences) {
+    assert(!forced || forced->seq_len == sequences.seq_len);
+    struct routing routing = {
+        .model = model, .route = route, .forced = forced, .layer = layer, .sequences = sequences};
+    int tokens = rows_of_all(sequences);
+    workers_run(context->workers, (tokens + TOKENS_A_TASK - 1) / TOKENS_A_TASK, route_tokens, &routing);
+}
+
+/* ---- what is of a whole sequence --------------------------------------------------------------------- */
+
+/* A piece's choices (K, E) among all. */
+static size_t choices_at(const struct model *model, struct sequences sequences, int sequence, int piece) {
+    size_t number = (size_t)sequence * pieces_of_sequence(sequences) + piece;
+    return number * model->moe.top_k * model->moe.experts;
+}
+
+void route_count(const struct model *model, int *choices, const struct route *route,
+                 struct sequences sequences) {
     int experts = model->moe.experts, top_k = model->moe.top_k;
-    int capacity = (int)ceil(model->moe.capacity_factor * seq_len * top_k / experts);
-    int used[experts];
-    memset(used, 0, sizeof used);
-    for (int k = 0; k < top_k; k++)
-        for (int t = first_token; t < first_token + seq_len; t++) {
-            size_t copy = (size_t)t * top_k + k;
-            if (++used[route->ids[copy]] <= capacity) continue;
-            route->kept[copy] = 0;
-            route->weights[copy] = 0;
+    for (int s = 0; s < sequences.count; s++)
+        for (int i = 0; i < pieces_here(sequences); i++) {
+            struct sequence_piece piece = piece_here(sequences, i);
+            int *here = choices + choices_at(model, sequences, s, piece.number);
+            size_t copy = ((size_t)s * rows_of_sequence(sequences) + piece.row) * top_k;
+            memset(here, 0, (size_t)top_k * experts * sizeof *here);
+            for (int row = 0; row < piece.rows; row++)
+                for (int k = 0; k < top_k; k++) here[k * experts + route->ids[copy++]]++;
         }
 }
 
+/* Goes through a piece's k-th choices in order; those that exceed their expert's capacity are dropped. chosen
+   (E): of all choices before. */
+static void drop_choices(const struct model *model, struct route *route, int *chosen, size_t first_row,
+                         int rows, int k, int capacity) {
+    int top_k = model->moe.top_k;
+    for (int row = 0; row < rows; row++) {
+        size_t copy = (first_row + row) * top_k + k;
+        if (++chosen[route->ids[copy]] <= capacity) continue;
+        route->kept[copy] = 0;
+        route->weights[copy] = 0;
+    }
+}
+
+static void settle_piece(const struct model *model, struct route *route, const int *choices,
+                         struct sequences sequences, int sequence, int number, int k) {
+    int experts = model->moe.experts, capacity = model_expert_capacity(model, sequences.seq_len);
+    int *chosen = route->chosen + (size_t)sequence * experts;
+    for (int i = 0; i < pieces_here(sequences); i++) {
+        struct sequence_piece piece = piece_here(sequences, i);
+        if (piece.number != number) continue;
+        size_t row = (size_t)sequence * rows_of_sequence(sequences) + piece.row;
+        drop_choices(model, route, chosen, row, piece.rows, k, capacity);
+        return;
+    }
+    const int *there = choices + choices_at(model, sequences, sequence, number) + (size_t)k * experts;
+    for (int e = 0; e < experts; e++) chosen[e] += there[e];
+}
+
+void route_settle(const struct model *model, struct route *route, const int *choices,
+                  struct sequences sequences) {
+    memset(route->kept, 1, (size_t)rows_of_all(sequences) * model->moe.top_k);
+    memset(route->chosen, 0, (size_t)sequences.count * model->moe.experts * sizeof *route->chosen);
+    for (int s = 0; s < sequences.count; s++)
+        for (int k = 0; k < model->moe.top_k; k++)
+            for (int number = 0; number < pieces_of_sequence(sequences); number++)
+                settle_piece(model, route, choices, sequences, s, number, k);
+}
+
 void route_forward(struct context *context, const struct model *model, struct route *route,
-                   const struct forced_routing *forced, int layer, int sequences, int seq_len) {
-    assert(!forced || forced->seq_len == seq_len);
-    int tokens = sequences * seq_len;
-    struct routing routing = {.model = model,
-                              .route = route,
-                              .forced = forced,
-                              .layer = layer,
-                              .tokens = tokens,
-                              .seq_len = seq_len};
-    workers_run(context->workers, (tokens + TOKENS_A_TASK - 1) / TOKENS_A_TASK, route_tokens, &routing);
-    memset(route->kept, 1, (size_t)tokens * model->moe.top_k);
-    if (model->moe.capacity_factor > 0)
-        for (int s = 0; s < sequences; s++) drop_sequence(model, route, s * seq_len, seq_len);
+                   const struct forced_routing *forced, int layer, struct sequences sequences) {
+    size_t choices = choices_at(model, sequences, sequences.count, 0);
+    int *counts = scratch_take(context, choices * sizeof *counts);
+    route_choose(context, model, route, forced, layer, sequences);
+    route_count(model, counts, route, sequences);
+    route_settle(model, route, counts, sequences);
+    scratch_release(context, counts);
 }
 
 /* ---- forced choices ---------------------------------------------------------------------------------- */
@@ -210,28 +260,26 @@ double route_z_scale(const struct model *model, int64_t batch_tokens) {
 
 /* fractions (E): how often a sequence chose each expert, per token */
 static void chosen_fractions(floatX *fractions, const struct model *model, const struct route *route,
-                             int first_token, int seq_len) {
-    int experts = model->moe.experts, top_k = model->moe.top_k;
-    memset(fractions, 0, (size_t)experts * sizeof *fractions);
-    for (size_t copy = (size_t)first_token * top_k; copy < (size_t)(first_token + seq_len) * top_k; copy++)
-        fractions[route->ids[copy]] += 1;
-    for (int e = 0; e < experts; e++) fractions[e] /= seq_len;
+                             struct sequences sequences, int sequence) {
+    int experts = model->moe.experts;
+    const int *chosen = route->chosen + (size_t)sequence * experts;
+    for (int e = 0; e < experts; e++) fractions[e] = (floatX)chosen[e] / sequences.seq_len;
 }
 
-struct route_losses route_losses(const struct model *model, const struct route *route, int sequences,
-                                 int seq_len) {
-    int experts = model->moe.experts;
+struct route_losses route_losses(const struct model *model, const struct route *route,
+                                 struct sequences sequences) {
+    int experts = model->moe.experts, rows = rows_of_sequence(sequences);
     struct route_losses losses = {0, 0};
     floatX p[experts], fractions[experts];
-    for (int s = 0; s < sequences; s++) {
+    for (int s = 0; s < sequences.count; s++) {
         double sum = 0;
-        chosen_fractions(fractions, model, route, s * seq_len, seq_len);
-        for (int t = s * seq_len; t < (s + 1) * seq_len; t++) {
+        chosen_fractions(fractions, model, route, sequences, s);
+        for (int t = s * rows; t < (s + 1) * rows; t++) {
             floatX lse = softmax(p, route->logits + (size_t)t * experts, experts);
             sum += vector_dot(fractions, p, experts);
             losses.z += (double)lse * lse;
         }
-        losses.aux += experts * sum / seq_len;
+        losses.aux += experts * sum / sequences.seq_len;
     }
     return losses;
 }
@@ -268,7 +316,7 @@ static void route_backward_token(const struct routing *r, int t, floatX *dlogits
     const unsigned char *kept = r->chosen->kept + (size_t)t * top_k;
     const floatX *dweights = r->dweights + (size_t)t * top_k;
     floatX p[experts], g[experts], weights[top_k], mean = 0;
-    floatX lse = softmax(p, logits, experts), all = (floatX)(r->aux_scale * experts / r->seq_len);
+    floatX lse = softmax(p, logits, experts), all = (floatX)(r->aux_scale * experts / r->sequences.seq_len);
     bool chosen_only = weights_of_chosen_only(model);
     for (int e = 0; e < experts; e++) {
         g[e] = all * fractions[e];
@@ -289,30 +337,33 @@ static void route_backward_token(const struct routing *r, int t, floatX *dlogits
 
 static void route_backward_sequence(void *context, int s) {
     const struct routing *r = context;
-    int experts = r->model->moe.experts;
+    int experts = r->model->moe.experts, rows = rows_of_sequence(r->sequences);
     floatX fractions[experts];
-    chosen_fractions(fractions, r->model, r->chosen, s * r->seq_len, r->seq_len);
-    for (int t = s * r->seq_len; t < (s + 1) * r->seq_len; t++)
+    chosen_fractions(fractions, r->model, r->chosen, r->sequences, s);
+    for (int t = s * rows; t < (s + 1) * rows; t++)
         route_backward_token(r, t, r->dlogits + (size_t)t * experts, fractions);
 }
 
 void route_backward(struct context *context, const struct model *model, floatX *dlogits,
-                    const floatX *dweights, const struct route *route, int sequences, int seq_len,
+                    const floatX *dweights, const struct route *route, struct sequences sequences,
                     double aux_scale, double z_scale) {
     struct routing routing = {.model = model,
-                              .tokens = sequences * seq_len,
-                              .seq_len = seq_len,
+                              .sequences = sequences,
                               .dlogits = dlogits,
                               .dweights = dweights,
                               .aux_scale = aux_scale,
                               .z_scale = z_scale,
                               .chosen = route};
-    workers_run(context->workers, sequences, route_backward_sequence, &routing);
+    workers_run(context->workers, sequences.count, route_backward_sequence, &routing);
 }
 
 /* ---- noise ------------------------------------------------------------------------------------------- */
 
-static struct rng token_rng(struct route_key key, int64_t token) {
+/* Of one row: keyed by its token's place in the batch. */
+static struct rng row_rng(struct route_key key, struct sequences sequences, int row) {
+    int rows = rows_of_sequence(sequences);
+    int64_t first = key.first_token + (int64_t)(row / rows) * sequences.seq_len;
+    int64_t token = first + position_of_row(sequences, row % rows);
     uint64_t parts[] = {key.seed, (uint64_t)key.step, (uint64_t)key.layer, (uint64_t)token}, mixed = 0;
     for (size_t i = 0; i < COUNT(parts); i++) {
         struct rng rng = rng_seed(mixed ^ parts[i]);
@@ -322,10 +373,10 @@ static struct rng token_rng(struct route_key key, int64_t token) {
 }
 
 void noise_forward(struct context *context, floatX *logits, const floatX *noise, struct route_key key,
-                   int tokens, int experts) {
+                   struct sequences sequences, int experts) {
     (void)context;
-    for (int t = 0; t < tokens; t++) {
-        struct rng rng = token_rng(key, key.first_token + t);
+    for (int t = 0; t < rows_of_all(sequences); t++) {
+        struct rng rng = row_rng(key, sequences, t);
         for (size_t i = (size_t)t * experts; i < (size_t)(t + 1) * experts; i++) {
             double softplus = noise[i] > 30 ? (double)noise[i] : log1p(exp((double)noise[i]));
             logits[i] += (floatX)(rng_normal(&rng) * softplus);
@@ -334,10 +385,10 @@ void noise_forward(struct context *context, floatX *logits, const floatX *noise,
 }
 
 void noise_backward(struct context *context, floatX *dnoise, const floatX *dlogits, const floatX *noise,
-                    struct route_key key, int tokens, int experts) {
+                    struct route_key key, struct sequences sequences, int experts) {
     (void)context;
-    for (int t = 0; t < tokens; t++) {
-        struct rng rng = token_rng(key, key.first_token + t);
+    for (int t = 0; t < rows_of_all(sequences); t++) {
+        struct rng rng = row_rng(key, sequences, t);
         for (size_t i = (size_t)t * experts; i < (size_t)(t + 1) * experts; i++)
             dnoise[i] = (floatX)(dlogits[i] * rng_normal(&rng) / (1 + exp(-(double)noise[i])));
     }

@@ -14,6 +14,7 @@ the input's gradient, so the weight pass has matrix products and bias sums alone
 #include "model/model.h"
 
 #include <assert.h>
+#include <math.h>
 
 #define INDEX 4.0 /* bytes of an expert's number */
 
@@ -52,6 +53,12 @@ int model_layer_window(const struct model *model, int layer) {
 
 int model_copies(const struct model *model, int layer) {
     return model_layer_is_moe(model, layer) ? model->moe.top_k : 1;
+}
+
+int model_expert_capacity(const struct model *model, int seq_len) {
+    double copies = model->moe.capacity_factor * seq_len * model->moe.top_k / model->moe.experts;
+    if (model->moe.capacity_factor <= 0 || copies >= seq_len) return seq_len;
+    return (int)ceil(copies - 1e-9 * copies);
 }
 
 static double query_width(const struct model *model) { /* A */

@@ -87,6 +87,11 @@ int model_layer_window(const struct model *model, int layer);
 /* Copies per token that travel to the feed-forward side: top_k, or 1 in a dense layer. */
 int model_copies(const struct model *model, int layer);
 
+/* Copies of one sequence that an expert takes at most (GShard, Lepikhin et al. 2020): x = capacity_factor · S
+   · K ÷ E rounded up, where a hair above a whole number, 1e-9 of x, is none: 1.1 · 100 · 2 ÷ 4 is 55, not 56.
+   S where nothing is dropped: an expert takes a token once. */
+int model_expert_capacity(const struct model *model, int seq_len);
+
 /* ---- parameters (numbers of elements) ---------------------------------------------------------------- */
 
 double model_attention_parameters(

@@ -60,8 +60,10 @@ struct recompute plan_recompute(const struct plan *plan, int index) {
 /* Share of all copies that an expert takes; they sum to less than 1 where a capacity factor drops some. */
 static double expert_share(const struct plan *plan, int expert) {
     const struct model *model = plan->point->model;
-    double share = plan->point->routing.share[expert], factor = model->moe.capacity_factor;
-    return factor > 0 ? fmin(share, factor / model->moe.experts) : share;
+    double share = plan->point->routing.share[expert],
+           copies = (double)plan->point->seq_len * model->moe.top_k;
+    if (model->moe.capacity_factor <= 0) return share;
+    return fmin(share, model_expert_capacity(model, plan->point->seq_len) / copies);
 }
 
 /* Of one GPU's experts. */

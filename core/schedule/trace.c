@@ -20,13 +20,15 @@ static int thread_of(const struct schedule *schedule, int lane) {
     return schedule->group_count + 1 + lane;
 }
 
-static long long nanoseconds(double seconds) {
-    return llround(seconds * 1e9);
+/* A whole number, as a double: an integer's 64 bits end at 292 years. */
+static double nanoseconds(double seconds) {
+    return round(seconds * 1e9);
 }
 
 /* "ts":MICROSECONDS with three exact decimals. */
-static void text_micro(struct text *text, const char *key, long long nanoseconds) {
-    text_add(text, "\"%s\":%lld.%03lld", key, nanoseconds / 1000, nanoseconds % 1000);
+static void text_micro(struct text *text, const char *key, double nanoseconds) {
+    double rest = fmod(nanoseconds, 1000);
+    text_add(text, "\"%s\":%.0f.%03.0f", key, (nanoseconds - rest) / 1000, rest);
 }
 
 static void text_group(struct text *text, const struct schedule *schedule, int group) {
@@ -64,7 +66,7 @@ static void text_operation(struct text *text, const struct schedule *schedule,
     word_of(KIND_CHOICES, it->kind, kind);
     word_of(PASS_CHOICES, it->pass, pass);
     number_text(it->bytes, bytes);
-    long long start = nanoseconds(timeline->start[op]), end = nanoseconds(timeline->end[op]);
+    double start = nanoseconds(timeline->start[op]), end = nanoseconds(timeline->end[op]);
     for (int slot = 0; slot < it->lane_count; slot++) {
         int lane = it->lanes[slot];
         text_add(text, ",\n{\"ph\":\"X\",\"name\":\"%s\",\"cat\":\"%s\",\"pid\":%d,\"tid\":%d,", label, kind,

@@ -38,4 +38,18 @@ bool checkpoint_write(const struct state *state, MPI_Comm comm, const char *fold
 bool checkpoint_read(struct state *state, MPI_Comm comm, const char *path, struct progress_mark *mark,
                      struct errors *errors);
 
+/* ---- the folder, before a run begins ------------------------------------------------------------------- */
+
+/* Makes the folder, with those above it, and sees that a file can be created there and that the disk has room
+   for `bytes`. False with what is in the way in errors. */
+bool checkpoint_folder_check(const char *folder, double bytes, struct errors *errors);
+
+/* The folder is this process's until it ends: DIR/.lock, which names host, process and its start. Of a run
+   that is gone it is taken over. NULL with an error that says who has it. One process of a run takes it. */
+struct folder_lock *folder_lock_take(const char *folder, struct errors *errors);
+/* Whether another run has it at the moment; then an error says who. */
+bool folder_lock_is_free(const char *folder, struct errors *errors);
+const char *folder_lock_file(const struct folder_lock *lock); /* whoever is killed removes it */
+void folder_lock_release(struct folder_lock *lock);           /* NULL is allowed */
+
 #endif

@@ -5,7 +5,8 @@ Which bucket a tensor is in and where it lies is worked out from the ranks alone
 can do it for another one. Everything behind that goes by buckets: a bucket's slices are passed around the
 ring of its holders, for sums (reduce-scatter) and for copies (all-gather; both as in Patarasuk & Yuan 2009).
 MPI's own collectives would do, but add up in another order for every algorithm, count in int and need a
-buffer as large as the bucket.
+buffer as large as the bucket. In BF16 a sum that travels would be rounded by each holder: instead every
+holder gets the others' parts of its own slice, the same bytes for each, adds them up wide and rounds once.
 */
 #include "state/state.h"
 
@@ -145,19 +146,10 @@ static struct slice overlap(const struct parameter *parameter, const struct buck
 struct element {
     MPI_Datatype type;
     size_t size;
-    void (*add)(void *to, const void *from, size_t count);
 };
 
-static void add_floats(void *to, const void *from, size_t count) {
-    floatX *restrict y = to;
-    const floatX *restrict x = from;
-    for (size_t i = 0; i < count; i++) y[i] += x[i];
-}
-
-static void add_halves(void *to, const void *from, size_t count) {
-    uint16_t *restrict y = to;
-    const uint16_t *restrict x = from;
-    for (size_t i = 0; i < count; i++) y[i] = bf16_from_float(bf16_to_float(y[i]) + bf16_to_float(x[i]));
+static void add_floats(floatX *restrict to, const floatX *restrict from, size_t count) {
+    for (size_t i = 0; i < count; i++) to[i] += from[i];
 }
 
 static void widen(floatX *to, const uint16_t *from, size_t count) {
@@ -165,8 +157,8 @@ static void widen(floatX *to, const uint16_t *from, size_t count) {
 }
 
 static struct element element_of(bool half) {
-    if (half) return (struct element){MPI_UINT16_T, sizeof(uint16_t), add_halves};
-    return (struct element){MPI_FLOATX, sizeof(floatX), add_floats};
+    if (half) return (struct element){MPI_UINT16_T, sizeof(uint16_t)};
+    return (struct element){MPI_FLOATX, sizeof(floatX)};
 }
 
 /* ---- rings ------------------------------------------------------------------------------------------- */
@@ -185,18 +177,54 @@ static void exchange(const struct bucket *bucket, char *array, const struct elem
         MPI_Sendrecv(from, (int)out, element->type, out ? next : MPI_PROC_NULL, 0, piece ? piece : to,
                      (int)in, element->type, in ? previous : MPI_PROC_NULL, 0, bucket->comm,
                      MPI_STATUS_IGNORE);
-        if (piece) element->add(to, piece, in);
+        if (piece) add_floats((floatX *)to, piece, in);
     }
 }
 
-/* array: of the bucket. Afterwards this rank's slice of it is the sum over all holders, in the order that
-   ends with this rank; the other slices are left with parts of sums. */
+/* array: of the bucket, wide. Afterwards this rank's slice of it is the sum over all holders, in the order
+   that ends with this rank; the other slices are left with parts of sums. */
 static void ring_reduce(const struct bucket *bucket, void *array, const struct element *element) {
     int holders = bucket->holder_count, me = bucket->me;
     void *piece = must_alloc(smaller(bucket->count, PIECE) * element->size);
     for (int turn = 1; turn < holders; turn++)
         exchange(bucket, array, element, bucket_slice(bucket, (me - turn + holders) % holders),
                  bucket_slice(bucket, (me - turn - 1 + holders) % holders), piece);
+    free(piece);
+}
+
+/* Sends each other holder what this rank has of its slice, from element `done` on, and adds up in sum (PIECE)
+   what they and this rank have of this rank's, in the ring's order. Returns the number of elements. */
+static size_t sum_piece(const struct bucket *bucket, const uint16_t *array, size_t done, floatX *sum,
+                        uint16_t *piece, floatX *wide) {
+    int holders = bucket->holder_count, me = bucket->me;
+    struct slice mine = bucket_slice(bucket, me);
+    size_t in = done < mine.count ? smaller(mine.count - done, PIECE) : 0;
+    for (int turn = 1; turn < holders; turn++) {
+        int from = (me + turn) % holders, to = (me + holders - turn) % holders;
+        struct slice theirs = bucket_slice(bucket, to);
+        size_t out = done < theirs.count ? smaller(theirs.count - done, PIECE) : 0;
+        MPI_Sendrecv(array + theirs.first + done, (int)out, MPI_UINT16_T, out ? to : MPI_PROC_NULL, 0, piece,
+                     (int)in, MPI_UINT16_T, in ? from : MPI_PROC_NULL, 0, bucket->comm, MPI_STATUS_IGNORE);
+        widen(turn == 1 ? sum : wide, piece, in);
+        if (turn > 1) add_floats(sum, wide, in);
+    }
+    widen(wide, array + mine.first + done, in);
+    add_floats(sum, wide, in);
+    return in;
+}
+
+/* The same of BF16. */
+static void direct_reduce(const struct bucket *bucket, uint16_t *array) {
+    if (bucket->holder_count == 1) return;
+    size_t longest = bucket->count / (size_t)bucket->holder_count + 1, room = smaller(longest, PIECE);
+    uint16_t *piece = must_alloc(room * sizeof *piece), *own = array + bucket_slice(bucket, bucket->me).first;
+    floatX *sum = must_alloc(room * sizeof *sum), *wide = must_alloc(room * sizeof *wide);
+    for (size_t done = 0; done < longest; done += PIECE) {
+        size_t count = sum_piece(bucket, array, done, sum, piece, wide);
+        for (size_t i = 0; i < count; i++) own[done + i] = bf16_from_float((float)sum[i]);
+    }
+    free(wide);
+    free(sum);
     free(piece);
 }
 
@@ -233,7 +261,7 @@ static bool component_held(const struct state *state, enum component component, 
     case COMPONENT_EMBEDDING:
         return ranks->embed == group;
     case COMPONENT_HEAD:
-        return ranks->head == group;
+        return head_part(ranks, seat_of(ranks, state->rank)) >= 0;
     }
     return false;
 }
@@ -316,15 +344,27 @@ void state_begin_gradients(struct state *state, enum component component, int la
     memset(state->workspace->memory, 0, list->parameters.total * sizeof(floatX));
 }
 
-void state_add_gradients(struct state *state, enum component component, int layer) {
+/* From what is added, not from who adds it: the place of the micro-batch in the step's batch and, but for a
+   routed expert, which one rank has whole, the rank's part of it. */
+static uint64_t rounding_key(const struct state *state, enum component component,
+                             const struct parameter *parameter, int64_t step, int micro_batch) {
+    struct seat seat = seat_of(state->ranks, state->rank);
+    int64_t first = attention_batch(state->ranks, seat.replica, micro_batch, 0).first_sequence;
+    int part = parameter->owner == OWNER_EXPERT ? 0
+               : component == COMPONENT_HEAD    ? head_part(state->ranks, seat)
+                                                : seat.index;
+    const uint64_t numbers[] = {(uint64_t)step, (uint64_t)first, (uint64_t)component, (uint64_t)part};
+    return parameter_key(parameter, rng_seed_of(numbers, COUNT(numbers)));
+}
+
+void state_add_gradients(struct state *state, struct context *context, enum component component, int layer,
+                         int64_t step, int micro_batch) {
     if (!state->workspace) return;
     const struct component_list *list = component_of(state->workspace, component, layer);
     for (int i = 0; i < list->parameters.count; i++) {
         const struct parameter *p = &list->parameters.list[i];
-        const floatX *restrict from = state->workspace->memory + p->offset;
-        uint16_t *restrict to = state->half_gradients + list->places[i];
-        for (size_t e = 0; e < p->count; e++)
-            to[e] = bf16_from_float((float)(bf16_to_float(to[e]) + from[e]));
+        add_bf16(context, state->half_gradients + list->places[i], state->workspace->memory + p->offset,
+                 p->count, 0, rounding_key(state, component, p, step, micro_batch));
     }
 }
 
@@ -501,7 +541,10 @@ void state_reduce(struct state *state, bool within_group) {
         const struct bucket *bucket = &state->buckets[b];
         if (bucket->within_group != within_group) continue;
         char *array = gradients + bucket->start * element.size;
-        ring_reduce(bucket, array, &element);
+        if (state->half_gradients)
+            direct_reduce(bucket, state->half_gradients + bucket->start);
+        else
+            ring_reduce(bucket, array, &element);
         if (!state->levers.zero) ring_gather(bucket, array, &element);
     }
 }

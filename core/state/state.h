@@ -8,7 +8,9 @@ rank, so that collectives cannot wait in a circle.
 - ZeRO 1: every holder keeps moments for, and updates, its slice of a bucket. Slices are even parts; without
 ZeRO the slice that a rank updates is the whole bucket, and the slices are used by checkpoints alone.
 - Gradients in BF16 are added up in BF16: a backward pass writes a component's gradients into an FP32
-workspace (of that component alone), and state_add_gradients rounds the sum to nearest.
+workspace (of that component alone), and state_add_gradients rounds the sum stochastically, since rounding to
+nearest loses what small micro-batches add to a sum that has grown. The random bits depend on parameter,
+element, step and place in the batch alone: a run that is repeated or resumed has the same ones.
 - Offload puts the moments into memory that is counted as the host's.
 */
 #ifndef STATE_H
@@ -78,11 +80,13 @@ void state_free(struct state *state); /* collective */
 void state_zero_gradients(struct state *state);
 /* Around a backward operation of a component, one at a time; they do nothing when gradients are not BF16. */
 void state_begin_gradients(struct state *state, enum component component, int layer);
-void state_add_gradients(struct state *state, enum component component, int layer);
+void state_add_gradients(struct state *state, struct context *context, enum component component, int layer,
+                         int64_t step, int micro_batch);
 
 /* Sums gradients over holders: of buckets whose holders are all of one group, or of the others. With ZeRO
    only the own slice is then right. The same bits on every holder, and with and without ZeRO: the sum runs
-   around the ring of holders, in BF16 rounded at every addition. Collective over the holders. */
+   around the ring of holders; in BF16 it is made wide where the slice belongs and rounded to nearest, once.
+   Collective over the holders. */
 void state_reduce(struct state *state, bool within_group);
 /* Σ of squares of the whole gradient, each parameter once: this rank's part, to be summed over all ranks. */
 double state_gradient_squares(const struct state *state);

@@ -38,13 +38,14 @@ struct cell {
     floatX *passing, *gradient;
     /* attention side */
     struct attention_kept attention;
-    floatX *middle;         /* pipelined, full recomputation: for the rank's own tokens until ffn */
+    int *chosen;            /* (sequences, E) of attention.route */
+    floatX *middle;         /* pipelined, attention recomputed: for the rank's own tokens until ffn */
     struct sent *sent;      /* (ranks of the feed-forward group) */
     floatX *dweights;       /* (T, K) */
     floatX *local_gradient; /* pipelined: gradient of middle through shared experts and residual */
     /* feed-forward side */
     struct rows *received; /* (ranks of the attention group) */
-    struct rows *returned; /* (ranks of the next group): rows whose outputs they get */
+    struct rows *returned; /* (ranks of the next groups): rows whose outputs they get */
     struct expert_part copies;
     int routed, firsts;
     struct expert_kept kept, local_kept;

@@ -5,11 +5,15 @@ Text and Markov data.
 
 #include <assert.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 enum { MOST_STATES = 64 };
+static const double MOST_BYTES = 1 << 30; /* of a text */
 
 struct data {
     int seq_len;
@@ -23,26 +27,50 @@ struct data {
 
 /* ---- text -------------------------------------------------------------------------------------------- */
 
+/* What else can be opened never ends, or can be read but once, and every rank reads it. */
+static bool check_file(const char *file, const struct stat *status, struct errors *errors) {
+    double bytes = (double)status->st_size;
+    if (S_ISREG(status->st_mode) && bytes <= MOST_BYTES) return true;
+    if (S_ISREG(status->st_mode))
+        errors_add(errors, file, NULL,
+                   "found %.3f GB; at most %.3f GB are allowed: every rank holds the whole text", bytes / 1e9,
+                   MOST_BYTES / 1e9);
+    else
+        errors_add(errors, file, NULL, "is %s; allowed is a regular file",
+                   S_ISDIR(status->st_mode)    ? "a folder"
+                   : S_ISFIFO(status->st_mode) ? "a pipe"
+                                               : "a device or a socket");
+    return false;
+}
+
+/* As many bytes as the file says it has, or fewer; NULL with errno set. */
+static unsigned char *read_all(int descriptor, size_t bytes, size_t *length) {
+    unsigned char *text = must_alloc(bytes + 1);
+    for (*length = 0; *length < bytes;) {
+        ssize_t count = read(descriptor, text + *length, bytes - *length);
+        if (count < 0 && errno == EINTR) continue;
+        if (count == 0) break;
+        if (count < 0) {
+            free(text);
+            return NULL;
+        }
+        *length += (size_t)count;
+    }
+    return text;
+}
+
 /* The whole file, or NULL with the reason in errors. */
 static unsigned char *read_bytes(const char *file, size_t *length, struct errors *errors) {
-    FILE *stream = fopen(file, "rb");
     unsigned char *bytes = NULL;
-    size_t capacity = 1 << 16, read = 0;
-    *length = 0;
-    if (stream) {
-        do {
-            bytes = must_realloc(bytes, capacity);
-            read = fread(bytes + *length, 1, capacity - *length, stream);
-            *length += read;
-            if (*length == capacity) capacity *= 2;
-        } while (read);
+    struct stat status;
+    int descriptor =
+        open(file, O_RDONLY | O_NONBLOCK | O_CLOEXEC); /* a pipe without a writer waits for one */
+    bool known = descriptor >= 0 && fstat(descriptor, &status) == 0;
+    if (!known || check_file(file, &status, errors)) {
+        if (known) bytes = read_all(descriptor, (size_t)status.st_size, length);
+        if (!bytes) errors_add(errors, file, NULL, "cannot be read: %s", strerror(errno));
     }
-    if (!stream || ferror(stream)) {
-        errors_add(errors, file, NULL, "cannot be read: %s", strerror(errno));
-        free(bytes);
-        bytes = NULL;
-    }
-    if (stream) fclose(stream);
+    if (descriptor >= 0) close(descriptor);
     return bytes;
 }
 
@@ -148,12 +176,8 @@ void data_free(struct data *data) {
 }
 
 static struct rng sequence_rng(uint64_t seed, int64_t step, int64_t sequence) {
-    uint64_t parts[] = {seed, (uint64_t)step, (uint64_t)sequence}, mixed = 0;
-    for (size_t i = 0; i < COUNT(parts); i++) {
-        struct rng rng = rng_seed(mixed ^ parts[i]);
-        mixed = rng_next(&rng);
-    }
-    return rng_seed(mixed);
+    const uint64_t numbers[] = {seed, (uint64_t)step, (uint64_t)sequence};
+    return rng_seed(rng_seed_of(numbers, COUNT(numbers)));
 }
 
 static int draw(const double *cumulative, int n, double uniform) {

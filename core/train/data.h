@@ -11,9 +11,9 @@ before it: training resumes at any step, and any rank can make the sequences it 
 
 struct data;
 
-/* Every byte of the file is a token. Each sequence is a random stretch of it. A file that cannot be read,
-   holds fewer than seq_len + 1 bytes (an empty one too) or a byte that is no id of the vocabulary: an error
-   that says so, and NULL. */
+/* Every byte of the file is a token. Each sequence is a random stretch of it. What is no regular file of at
+   most 1 GiB, cannot be read, holds fewer than seq_len + 1 bytes (an empty one too) or a byte that is no id
+   of the vocabulary: an error that says so, and NULL. */
 struct data *data_open_text(const char *file, int seq_len, int vocab, struct errors *errors);
 
 /* A chain over min(vocab, 64) states with random transition probabilities drawn from chain_seed, every one of

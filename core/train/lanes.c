@@ -90,18 +90,32 @@ static double run_half(struct runner *runner, enum resource resource, int op, do
     return start;
 }
 
+/* For whoever watches: a transfer is waiting, whichever end it has. */
+static void tell(const struct lane_run *run, enum pulse_kind kind, const char *what, int op) {
+    char label[PULSE_TEXT];
+    if (!run->runner->pulse) return;
+    pulse_set(run->runner->pulse, (int)run->resource, kind, "%s%s", what,
+              operation_label(run->runner->schedule, op, label, sizeof label));
+}
+
 static void *run_lane(void *argument) {
     const struct lane_run *run = argument;
     struct runner *runner = run->runner;
     const struct lane *lane = group_lane(runner, runner->seat.group, run->resource);
     for (int i = 0; i < lane->count; i++) {
         int op = lane->ops[i];
+        tell(run, PULSE_WAIT, "waiting to start ", op);
         wait_to_start(runner, op);
         if (run->resource != RESOURCE_RECV) wait_for_group(runner, op);
+        if (run->resource == RESOURCE_COMPUTE)
+            tell(run, PULSE_WORK, "", op);
+        else
+            tell(run, PULSE_WAIT, run->resource == RESOURCE_SEND ? "sending " : "receiving ", op);
         double start = seconds_now();
         start = run_half(runner, run->resource, op, start);
         runner->spans[run->resource][i] = (struct span){start, finish(runner, run->resource, op)};
     }
+    pulse_set(runner->pulse, (int)run->resource, PULSE_NONE, "lane done");
     return NULL;
 }
 
@@ -119,4 +133,5 @@ void run_lanes(struct runner *runner) {
     run_lane(&runs[RESOURCE_COMPUTE]);
     for (int resource = RESOURCE_SEND; resource < RESOURCE_COUNT; resource++)
         pthread_join(threads[resource], NULL);
+    pulse_set(runner->pulse, RESOURCE_COMPUTE, PULSE_WORK, "ending the step");
 }

@@ -76,6 +76,8 @@ static int add_half(const struct runner *runner, struct schedule *measured, stru
                                 it->micro_batch, group, span[1] - span[0]);
     measured->ops[half].lanes[0] = lane;
     measured->ops[half].bytes = it->bytes;
+    measured->ops[half].chunk = it->chunk;
+    measured->ops[half].chunks = it->chunks;
     timeline->start[half] = span[0];
     timeline->end[half] = span[1];
     return half;

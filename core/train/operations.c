@@ -21,33 +21,47 @@ struct work_item {
     struct context *context;
     struct cell *cell, *above; /* above: the next layer's, whose input is this one's output */
     int layer, micro_batch, tokens;
-    bool full;
 };
 
 static struct attention_part attention_part(const struct work_item *item) {
-    const struct runner *runner = item->runner;
-    struct batch_part batch =
-        attention_batch(&runner->ranks, runner->seat.replica, item->micro_batch, runner->seat.index);
+    struct runner *runner = item->runner;
+    struct batch_part batch = own_batch(runner, item->micro_batch);
     int64_t sequences = batch_sequences(&runner->ranks);
     return (struct attention_part){
         .sequences = batch.sequences,
-        .seq_len = runner->seq_len,
         .key = {runner->seed, runner->step, item->layer, batch.first_sequence * runner->seq_len},
         .aux_scale = route_aux_scale(runner->model, sequences),
         .z_scale = route_z_scale(runner->model, sequences * runner->seq_len),
-        .forced = runner->forced};
+        .forced = runner->forced,
+        .collectives = &runner->collectives,
+        .gathered = item->cell->slot[ROLE_GATHERED]};
+}
+
+static void add_gradients(const struct work_item *item, enum component component, int layer) {
+    state_add_gradients(item->runner->state, item->context, component, layer, item->runner->step,
+                        item->micro_batch);
 }
 
 /* ---- attention --------------------------------------------------------------------------------------- */
 
-static void run_attention(const struct work_item *item) {
-    struct runner *runner = item->runner;
+/* Where the cell's attention lies now. */
+static struct attention_kept *place_attention(const struct work_item *item) {
+    const struct model *model = item->runner->model;
     struct cell *cell = item->cell;
+    struct sequences sequences = own_batch(item->runner, item->micro_batch).sequences;
+    cell->attention =
+        attention_kept_place(model, item->layer, attention_level(item->runner, item->layer), item->tokens,
+                             cell->slot[ROLE_ATTENTION], cell->slot[ROLE_RESTORED_ATTENTION]);
+    if (!cell->chosen && model_layer_is_moe(model, item->layer))
+        cell->chosen = passing_new(item->runner, (size_t)sequences.count * model->moe.experts * sizeof(int));
+    cell->attention.route.chosen = cell->chosen;
+    return &cell->attention;
+}
+
+static void run_attention(const struct work_item *item) {
     struct attention_part part = attention_part(item);
-    cell->attention = attention_kept_place(runner->model, item->layer, kept_attention(runner), item->tokens,
-                                           cell->slot[ROLE_ATTENTION]);
-    attention_block_forward(item->context, &runner->state->attention[item->layer], &part, &cell->attention,
-                            stream_of(cell));
+    attention_block_forward(item->context, &item->runner->state->attention[item->layer], &part,
+                            place_attention(item), stream_of(item->cell));
 }
 
 /* Appends a copy that goes to rank j of the feed-forward group; without room for it, only counts. */
@@ -86,9 +100,8 @@ static void count_routes(const struct work_item *item) {
     struct runner *runner = item->runner;
     const struct model *model = runner->model;
     const struct route *route = &item->cell->attention.route;
-    int sequences = item->tokens / runner->seq_len;
     if (!model_layer_is_moe(model, item->layer)) return;
-    struct route_losses losses = route_losses(model, route, sequences, runner->seq_len);
+    struct route_losses losses = route_losses(model, route, own_batch(runner, item->micro_batch).sequences);
     runner->sums.aux += losses.aux;
     runner->sums.z += losses.z;
     int64_t *copies = runner->sums.expert_copies + (size_t)item->layer * model->moe.experts;
@@ -114,6 +127,10 @@ static void address_copies(const struct work_item *item) {
     for (int t = 0; t < item->tokens; t++) address_token(item, t, before + t, all);
 }
 
+static bool drops_attention(const struct work_item *item) {
+    return attention_level(item->runner, item->layer) == ATTENTION_FULL;
+}
+
 static void attention_forward_operation(const struct work_item *item) {
     struct cell *cell = item->cell;
     size_t bytes = (size_t)item->tokens * item->runner->hidden * sizeof(floatX);
@@ -122,18 +139,20 @@ static void attention_forward_operation(const struct work_item *item) {
     if (!item->runner->ranks.pipelined || model_layer_is_moe(item->runner->model, item->layer))
         address_copies(item);
     if (cell->slot[ROLE_SENT]) memcpy(cell->slot[ROLE_SENT], cell->attention.middle, bytes);
-    if (!item->full || !item->runner->ranks.pipelined) return;
+    if (!drops_attention(item) || !item->runner->ranks.pipelined) return;
     cell->middle = passing_new(item->runner, bytes);
     memcpy(cell->middle, cell->attention.middle, bytes);
 }
 
 static void attention_recompute_operation(const struct work_item *item) {
-    if (item->full)
+    struct runner *runner = item->runner;
+    struct attention_part part = attention_part(item);
+    if (drops_attention(item))
         run_attention(item);
     else
-        attention_block_restore(item->context, &item->runner->state->attention[item->layer],
-                                &item->cell->attention, stream_of(item->cell), item->tokens,
-                                item->cell->slot[ROLE_RESTORED_ATTENTION]);
+        attention_block_restore(item->context, &runner->state->attention[item->layer], &part,
+                                attention_level(runner, item->layer), place_attention(item),
+                                stream_of(item->cell));
 }
 
 static void attention_backward_operation(const struct work_item *item) {
@@ -149,8 +168,8 @@ static void attention_backward_operation(const struct work_item *item) {
     attention_block_backward_input(item->context, block, &part, &cell->attention, &pending,
                                    gradient_for(runner, cell, item->tokens), cell->slot[ROLE_MIDDLE_GRADIENT],
                                    cell->dweights, stream_of(cell));
-    attention_block_backward_weight(item->context, block, &part, &cell->attention, &pending, stream_of(cell));
-    state_add_gradients(runner->state, COMPONENT_ATTENTION, item->layer);
+    attention_block_backward_weight(item->context, block, &part, &cell->attention, &pending);
+    add_gradients(item, COMPONENT_ATTENTION, item->layer);
     scratch_release(item->context, memory);
     passing_free(runner, &cell->dweights);
     if (!runner->ranks.pipelined) return;
@@ -176,62 +195,59 @@ static struct local local_of(const struct work_item *item) {
     return local;
 }
 
-static void run_ffn(const struct work_item *item, floatX *output, floatX *local_output) {
+/* Where what the feed-forward part makes lies now: that of the copies received, behind it that of the rank's
+   own tokens. */
+static void place_ffn(const struct work_item *item) {
     struct runner *runner = item->runner;
+    const struct model *model = runner->model;
     struct cell *cell = item->cell;
-    char *memory = cell->slot[ROLE_FFN];
-    cell->kept =
-        expert_kept_place(runner->model, item->layer, kept_level(runner), cell->routed, cell->firsts, memory);
-    if (cell->received)
-        expert_block_forward(item->context, &runner->state->experts[item->layer], &cell->copies, &cell->kept,
-                             output, cell->slot[ROLE_EXPERT_INPUT]);
+    enum ffn_recompute level = ffn_level(runner, item->layer);
+    char *kept = cell->slot[ROLE_FFN], *restored = cell->slot[ROLE_RESTORED_FFN];
+    cell->kept = expert_kept_place(model, item->layer, level, cell->routed, cell->firsts, kept, restored);
     if (!runner->ranks.pipelined) return;
-    struct local local = local_of(item);
-    cell->local_kept = expert_kept_place(runner->model, item->layer, kept_level(runner), 0, item->tokens,
-                                         memory + received_kept_bytes(runner, item->layer, cell));
-    expert_block_forward(item->context, &local.block, &local.part, &cell->local_kept, local_output,
-                         local.input);
+    if (kept) kept += received_kept_bytes(runner, item->layer, cell);
+    if (restored) restored += received_restored_bytes(runner, item->layer, cell);
+    cell->local_kept = expert_kept_place(model, item->layer, level, 0, item->tokens, kept, restored);
 }
 
 static void ffn_forward_operation(const struct work_item *item) {
-    floatX *stream = NULL;
-    if (item->runner->ranks.pipelined) stream = stream_for(item->runner, item->above, item->tokens);
-    run_ffn(item, item->cell->slot[ROLE_EXPERT_OUTPUT], stream);
-    passing_free(item->runner, &item->cell->middle);
+    struct runner *runner = item->runner;
+    struct cell *cell = item->cell;
+    place_ffn(item);
+    if (cell->received)
+        expert_block_forward(item->context, &runner->state->experts[item->layer], &cell->copies, &cell->kept,
+                             cell->slot[ROLE_EXPERT_OUTPUT], cell->slot[ROLE_EXPERT_INPUT]);
+    if (!runner->ranks.pipelined) return;
+    struct local local = local_of(item);
+    expert_block_forward(item->context, &local.block, &local.part, &cell->local_kept,
+                         stream_for(runner, item->above, item->tokens), local.input);
+    passing_free(runner, &cell->middle);
 }
 
-static floatX *scratch_rows(const struct work_item *item, int rows) {
-    return scratch_floats(item->context, (size_t)rows * item->runner->hidden);
-}
-
+/* The output is made again where the schedule sends it again. */
 static void ffn_recompute_operation(const struct work_item *item) {
     struct runner *runner = item->runner;
     struct cell *cell = item->cell;
-    char *memory = cell->slot[ROLE_RESTORED_FFN];
-    if (item->full) {
-        floatX *output = cell->slot[ROLE_EXPERT_OUTPUT];
-        run_ffn(item, output ? output : scratch_rows(item, cell->copies.rows),
-                scratch_rows(item, item->tokens));
-        return;
-    }
-    if (cell->received)
-        expert_block_restore(item->context, &runner->state->experts[item->layer], &cell->copies, &cell->kept,
-                             memory);
+    const struct expert_block *block = &runner->state->experts[item->layer];
+    enum ffn_recompute level = ffn_level(runner, item->layer);
+    floatX *input = cell->slot[ROLE_EXPERT_INPUT], *output = cell->slot[ROLE_EXPERT_OUTPUT];
+    place_ffn(item);
+    if (cell->received && output)
+        expert_block_forward(item->context, block, &cell->copies, &cell->kept, output, input);
+    else if (cell->received)
+        expert_block_restore(item->context, block, &cell->copies, level, &cell->kept, input);
     if (!runner->ranks.pipelined) return;
     struct local local = local_of(item);
-    expert_block_restore(item->context, &local.block, &local.part, &cell->local_kept,
-                         memory + received_restored_bytes(runner, item->layer, cell));
+    expert_block_restore(item->context, &local.block, &local.part, level, &cell->local_kept, local.input);
 }
 
-/* Both halves of the backward pass of one block; what selective dropped is there again. */
+/* Both halves of the backward pass of one block; what was dropped is there again. */
 static void backward_of(const struct work_item *item, const struct expert_block *block,
                         const struct expert_part *part, struct expert_kept *kept, int routed, int firsts,
                         floatX *dinput, floatX *dweights, const floatX *doutput, const floatX *input) {
     const struct model *model = item->runner->model;
-    void *memory =
-        scratch_take(item->context, expert_pending_bytes(model, item->layer, FFN_NONE, routed, firsts));
-    struct expert_pending pending =
-        expert_pending_place(model, item->layer, FFN_NONE, routed, firsts, memory);
+    void *memory = scratch_take(item->context, expert_pending_bytes(model, item->layer, routed, firsts));
+    struct expert_pending pending = expert_pending_place(model, item->layer, routed, firsts, memory);
     expert_block_backward_input(item->context, block, part, kept, &pending, dinput, dweights, doutput, input);
     expert_block_backward_weight(item->context, block, part, kept, &pending, input);
     scratch_release(item->context, memory);
@@ -256,24 +272,26 @@ static void ffn_backward_operation(const struct work_item *item) {
         backward_of(item, &local.block, &local.part, &cell->local_kept, 0, item->tokens, dmiddle, NULL,
                     item->above->gradient, local.input);
     }
-    state_add_gradients(runner->state, COMPONENT_FFN, item->layer);
+    add_gradients(item, COMPONENT_FFN, item->layer);
 }
 
 /* ---- ends -------------------------------------------------------------------------------------------- */
 
-/* Token number t of the micro-batch in the order of attention ranks, as input or, shifted by one, as target.
- */
+/* Tokens of the micro-batch in the order of attention ranks, as inputs or, shifted by one, as targets. */
 static void fill_tokens(struct runner *runner, int micro_batch, int first, int count, int shift, int *out) {
     const struct ranks *ranks = &runner->ranks;
-    int replica = runner->seat.replica, index = 0, seq_len = runner->seq_len;
-    int *sequence = must_alloc(((size_t)seq_len + 1) * sizeof *sequence);
-    for (int done = 0; done < count;) {
-        while (first + done >= tokens_before(ranks, replica, micro_batch, index + 1)) index++;
-        int within = first + done - tokens_before(ranks, replica, micro_batch, index);
-        int64_t number =
-            attention_batch(ranks, replica, micro_batch, index).first_sequence + within / seq_len;
-        data_sequence(runner->data, runner->seed, runner->step, number, sequence);
-        for (int p = within % seq_len; p < seq_len && done < count; p++) out[done++] = sequence[p + shift];
+    int replica = runner->seat.replica, index = 0;
+    int *sequence = must_alloc(((size_t)runner->seq_len + 1) * sizeof *sequence);
+    int64_t there = -1; /* which one that is */
+    for (int i = 0; i < count; i++) {
+        while (first + i >= tokens_before(ranks, replica, micro_batch, index + 1)) index++;
+        struct batch_part batch = attention_batch(ranks, replica, micro_batch, index);
+        int within = first + i - tokens_before(ranks, replica, micro_batch, index);
+        int rows = rows_of_sequence(batch.sequences);
+        int64_t number = batch.first_sequence + within / rows;
+        if (number != there) data_sequence(runner->data, runner->seed, runner->step, number, sequence);
+        there = number;
+        out[i] = sequence[position_of_row(batch.sequences, within % rows) + shift];
     }
     free(sequence);
 }
@@ -293,7 +311,7 @@ static void embed_backward_operation(const struct work_item *item) {
     state_begin_gradients(runner->state, COMPONENT_EMBEDDING, -1);
     embedding_backward(item->context, runner->state->embedding_gradient, item->cell->gradient,
                        item->cell->tokens, item->tokens, runner->hidden);
-    state_add_gradients(runner->state, COMPONENT_EMBEDDING, -1);
+    add_gradients(item, COMPONENT_EMBEDDING, -1);
     passing_free(runner, &item->cell->gradient);
 }
 
@@ -302,8 +320,8 @@ static void embed_backward_operation(const struct work_item *item) {
 static void head_forward_operation(const struct work_item *item) {
     struct runner *runner = item->runner;
     int count = head_tokens(runner, item->micro_batch);
-    int first =
-        head_tokens_before(&runner->ranks, runner->seat.replica, item->micro_batch, runner->seat.index);
+    int first = head_tokens_before(&runner->ranks, runner->seat.replica, item->micro_batch,
+                                   head_part(&runner->ranks, runner->seat));
     item->cell->tokens = passing_new(runner, (size_t)count * sizeof(int));
     fill_tokens(runner, item->micro_batch, first, count, 1, item->cell->tokens);
 }
@@ -316,7 +334,7 @@ static void head_backward_operation(const struct work_item *item) {
     state_begin_gradients(runner->state, COMPONENT_HEAD, -1);
     runner->sums.cross_entropy += head_block_forward_backward(
         item->context, &runner->state->head, d, stream_of(item->cell), item->cell->tokens, count, scale);
-    state_add_gradients(runner->state, COMPONENT_HEAD, -1);
+    add_gradients(item, COMPONENT_HEAD, -1);
 }
 
 /* ---- which computation ------------------------------------------------------------------------------- */
@@ -330,8 +348,7 @@ static struct work_item item_of(struct runner *runner, const struct operation *o
                               .above = layer < layers ? cell_at(runner, layer + 1, op->micro_batch) : NULL,
                               .layer = layer,
                               .micro_batch = op->micro_batch,
-                              .tokens = own_tokens(runner, op->micro_batch),
-                              .full = runner->plan->memory.recompute.attention == ATTENTION_FULL};
+                              .tokens = own_tokens(runner, op->micro_batch)};
 }
 
 void compute_operation(struct runner *runner, int id) {

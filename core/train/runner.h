@@ -5,6 +5,7 @@ Inside of core/train, where calls run one way, from later lines to earlier ones:
 
     waiting, data, pool, program    messages; tokens; activations' memory; what a lane does in which order
     cell, runner, report            these structures
+    collectives                     what ranks that hold sequences between them do together
     sizes, cell_memory              what a cell's activations weigh; taking and freeing them
     operations, transfers, verify   what the lanes run; the reference beside them
     step_end, measured              reduction and update; what a step really was
@@ -45,7 +46,10 @@ struct runner {
     struct program program;
     struct state *state;
     MPI_Comm comm, forward, backward, control; /* transfers of each direction match in schedule order */
-    MPI_Datatype row;                          /* H elements */
+    MPI_Comm
+        run; /* ranks that hold sequences between them (struct sequences), in order; of the compute lane */
+    struct collectives collectives;
+    MPI_Datatype row; /* H elements */
 
     /* the step under way */
     int64_t step;
@@ -56,6 +60,7 @@ struct runner {
     bool reduced;                            /* the lanes have reduced what stays within groups */
     struct step_report report;
     struct verifier *verifier; /* NULL: this run is not verified */
+    struct pulse *pulse;       /* what the lanes are doing; NULL: nobody watches */
 
     /* Under the mutex: the lanes' progress and the accounts of memory. */
     pthread_mutex_t mutex;
@@ -90,15 +95,18 @@ static inline int group_size(const struct runner *runner, int group) {
 static inline const struct lane *group_lane(const struct runner *runner, int group, int resource) {
     return &runner->schedule->lanes[lane_of(group, (enum resource)resource)];
 }
-/* Tokens of a micro-batch on this rank of an attention group; on this rank of the head's group. */
+/* Sequences of a micro-batch on this rank of an attention group; their tokens here; tokens on this rank of a
+   group with a head. */
+static inline struct batch_part own_batch(const struct runner *runner, int micro_batch) {
+    return attention_batch(&runner->ranks, runner->seat.replica, micro_batch, runner->seat.index);
+}
 static inline int own_tokens(const struct runner *runner, int micro_batch) {
-    struct seat seat = runner->seat;
-    return attention_batch(&runner->ranks, seat.replica, micro_batch, seat.index).sequences * runner->seq_len;
+    return rows_of_all(own_batch(runner, micro_batch).sequences);
 }
 static inline int head_tokens(const struct runner *runner, int micro_batch) {
-    struct seat seat = runner->seat;
-    return head_tokens_before(&runner->ranks, seat.replica, micro_batch, seat.index + 1) -
-           head_tokens_before(&runner->ranks, seat.replica, micro_batch, seat.index);
+    int replica = runner->seat.replica, part = head_part(&runner->ranks, runner->seat);
+    return head_tokens_before(&runner->ranks, replica, micro_batch, part + 1) -
+           head_tokens_before(&runner->ranks, replica, micro_batch, part);
 }
 
 #endif

@@ -11,32 +11,39 @@ other ranks of the group hold less, by the plan's routing.
 
 /* ---- what a cell holds ------------------------------------------------------------------------------- */
 
-enum ffn_recompute kept_level(const struct runner *runner) {
-    int level = runner->plan->memory.recompute.ffn;
-    return level == FFN_FULL ? FFN_NONE : (enum ffn_recompute)level;
+enum attention_recompute attention_level(const struct runner *runner, int layer) {
+    return (enum attention_recompute)runner->ranks.recompute[layer].attention;
 }
 
-enum attention_recompute kept_attention(const struct runner *runner) {
-    int level = runner->plan->memory.recompute.attention;
-    return level == ATTENTION_FULL ? ATTENTION_NONE : (enum attention_recompute)level;
+enum ffn_recompute ffn_level(const struct runner *runner, int layer) {
+    return (enum ffn_recompute)runner->ranks.recompute[layer].ffn;
 }
 
 size_t received_kept_bytes(const struct runner *runner, int layer, const struct cell *cell) {
-    return expert_kept_bytes(runner->model, layer, kept_level(runner), cell->routed, cell->firsts);
+    return expert_kept_bytes(runner->model, layer, ffn_level(runner, layer), cell->routed, cell->firsts);
 }
 
 static size_t local_kept_bytes(const struct runner *runner, int layer, int micro_batch) {
     if (!runner->ranks.pipelined) return 0;
-    return expert_kept_bytes(runner->model, layer, kept_level(runner), 0, own_tokens(runner, micro_batch));
+    return expert_kept_bytes(runner->model, layer, ffn_level(runner, layer), 0,
+                             own_tokens(runner, micro_batch));
 }
 
 size_t received_restored_bytes(const struct runner *runner, int layer, const struct cell *cell) {
-    return expert_restored_bytes(runner->model, layer, cell->routed, cell->firsts);
+    return expert_restored_bytes(runner->model, layer, ffn_level(runner, layer), cell->routed, cell->firsts);
 }
 
 static size_t local_restored_bytes(const struct runner *runner, int layer, int micro_batch) {
     if (!runner->ranks.pipelined) return 0;
-    return expert_restored_bytes(runner->model, layer, 0, own_tokens(runner, micro_batch));
+    return expert_restored_bytes(runner->model, layer, ffn_level(runner, layer), 0,
+                                 own_tokens(runner, micro_batch));
+}
+
+/* In backward the gradients lie beside the keys and values. */
+static size_t gathered_bytes(const struct runner *runner, const struct activation *activation) {
+    bool backward = runner->schedule->ops[activation->producer].pass == PASS_BACKWARD;
+    struct batch_part batch = own_batch(runner, activation->micro_batch);
+    return (backward ? 2 : 1) * attention_gathered_bytes(runner->model, batch.sequences);
 }
 
 size_t activation_bytes(const struct runner *runner, const struct activation *activation) {
@@ -56,9 +63,13 @@ size_t activation_bytes(const struct runner *runner, const struct activation *ac
     case ROLE_INPUT_GRADIENT:
         return (size_t)cell->copies.rows * row;
     case ROLE_ATTENTION:
-        return attention_kept_bytes(runner->model, layer, kept_attention(runner), own_tokens(runner, m));
+        return attention_kept_bytes(runner->model, layer, attention_level(runner, layer),
+                                    own_tokens(runner, m));
     case ROLE_RESTORED_ATTENTION:
-        return attention_restored_bytes(runner->model, layer, own_tokens(runner, m));
+        return attention_restored_bytes(runner->model, layer, attention_level(runner, layer),
+                                        own_tokens(runner, m));
+    case ROLE_GATHERED:
+        return gathered_bytes(runner, activation);
     case ROLE_FFN:
         return received_kept_bytes(runner, layer, cell) + local_kept_bytes(runner, layer, m);
     case ROLE_RESTORED_FFN:
@@ -81,7 +92,7 @@ static struct sides sides_of(const struct ranks *ranks, int layer) {
 /* Of a feed-forward role. */
 static double ffn_bytes(const struct runner *runner, const struct activation *activation) {
     struct layer_memory memory =
-        plan_gpu_layer_memory(runner->plan, activation->layer, plan_recompute(runner->plan, 0),
+        plan_gpu_layer_memory(runner->plan, activation->layer, runner->ranks.recompute[activation->layer],
                               sides_of(&runner->ranks, activation->layer), runner->seat.index);
     if (activation->role == ROLE_FFN) return memory.ffn;
     if (activation->role == ROLE_RESTORED_FFN) return memory.full_ffn - memory.ffn;

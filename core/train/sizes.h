@@ -6,10 +6,8 @@ What the activations of a rank's cells weigh: really, once it is known which cop
 
 #include "train/runner.h"
 
-/* What is kept where an operation runs: full recomputation drops it as a whole, and runs the operation again.
- */
-enum ffn_recompute kept_level(const struct runner *runner);
-enum attention_recompute kept_attention(const struct runner *runner);
+enum attention_recompute attention_level(const struct runner *runner, int layer);
+enum ffn_recompute ffn_level(const struct runner *runner, int layer);
 /* Bytes that the feed-forward part keeps, or restores, of the copies received. A pipelined system's own
    tokens come behind them. */
 size_t received_kept_bytes(const struct runner *runner, int layer, const struct cell *cell);

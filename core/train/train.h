@@ -31,6 +31,9 @@ struct state *trainer_state(struct trainer *trainer); /* for checkpoints and imp
  * then. */
 struct progress_mark trainer_mark(const struct trainer *trainer);
 void trainer_resume(struct trainer *trainer, struct progress_mark mark);
+/* From now on the lanes tell what they are doing: compute as thread 0, send 1, receive 2. pulse must outlive
+   the trainer. */
+void trainer_watch(struct trainer *trainer, struct pulse *pulse);
 
 /* One step. Errors never come from here but for loss and gradient: a rank that dies takes the run with it. */
 struct step_report trainer_step(struct trainer *trainer);

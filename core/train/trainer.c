@@ -3,6 +3,7 @@ A rank's trainer: making it, a step from its start to its report, and what can b
 */
 #include "train/train.h"
 #include "train/cell_memory.h"
+#include "train/collectives.h"
 #include "train/lanes.h"
 #include "train/measured.h"
 #include "train/pool.h"
@@ -51,6 +52,7 @@ static void make_communicators(struct runner *runner, MPI_Comm comm) {
     MPI_Comm_dup(comm, &runner->forward);
     MPI_Comm_dup(comm, &runner->backward);
     MPI_Comm_dup(comm, &runner->control);
+    make_collectives(runner);
     MPI_Type_contiguous(runner->hidden, MPI_FLOATX, &runner->row);
     MPI_Type_commit(&runner->row);
 }
@@ -120,6 +122,7 @@ void trainer_free(struct trainer *trainer) {
     pthread_mutex_destroy(&runner->mutex);
     pthread_cond_destroy(&runner->changed);
     MPI_Type_free(&runner->row);
+    MPI_Comm_free(&runner->run);
     MPI_Comm_free(&runner->control);
     MPI_Comm_free(&runner->backward);
     MPI_Comm_free(&runner->forward);
@@ -137,6 +140,10 @@ struct progress_mark trainer_mark(const struct trainer *trainer) {
 
 void trainer_resume(struct trainer *trainer, struct progress_mark mark) {
     trainer->mark = mark;
+}
+
+void trainer_watch(struct trainer *trainer, struct pulse *pulse) {
+    trainer->runner.pulse = pulse;
 }
 
 int trainer_ranks(const struct trainer *trainer) {

@@ -213,19 +213,19 @@ static void place_copies(struct leg leg, const struct message *messages) {
     cell->copies = (struct expert_part){rows, counts, weights, first};
 }
 
-/* Which outputs go to which rank of the next group: to the token's own rank, or, at the end, to the head's
- * rank. */
+/* Which outputs go to which rank of the next groups: to the token's own rank, or, at the end, to the rank of
+   the head whose part of the tokens it is in. */
 static void place_outputs(struct leg leg) {
     struct runner *runner = leg.runner;
     const struct ranks *ranks = &runner->ranks;
     struct cell *cell = leg.cell;
-    int next = ranks->next[leg.layer], there = group_size(runner, next), replica = runner->seat.replica;
-    if (ranks->pipelined || next != ranks->head) {
+    int replica = runner->seat.replica, parts = ranks->head_count * group_size(runner, ranks->heads[0]);
+    if (ranks->pipelined || leg.layer + 1 < runner->model->layers) {
         cell->returned = cell->received;
         return;
     }
-    cell->returned = rows_new(runner, there);
-    for (int j = 0; j < there; j++) rows_room(runner, &cell->returned[j], cell->copies.rows);
+    cell->returned = rows_new(runner, parts);
+    for (int j = 0; j < parts; j++) rows_room(runner, &cell->returned[j], cell->copies.rows);
     for (int i = 0; i < leg.others; i++) {
         int before = tokens_before(ranks, replica, leg.micro_batch, i), j = 0;
         for (int n = 0; n < cell->received[i].count; n++) {
@@ -260,10 +260,15 @@ static double dispatch_receive(struct leg leg) {
 
 /* ---- combine ----------------------------------------------------------------------------------------- */
 
+/* Of the rank's outputs, those for the group at the other end. */
+static const struct rows *returned_to(struct leg leg) {
+    return leg.cell->returned + leg.runner->schedule->ops[leg.op].chunk * leg.others;
+}
+
 static void combine_send(struct leg leg) {
     struct message *messages = messages_with(leg.runner, leg.other);
     for (int j = 0; j < leg.others; j++) {
-        const struct rows *returned = &leg.cell->returned[j];
+        const struct rows *returned = &returned_to(leg)[j];
         messages[j].head = returned->token;
         messages[j].head_bytes = leg.again ? 0 : (size_t)returned->count * sizeof *returned->token;
         messages[j].rows = leg.cell->slot[ROLE_EXPERT_OUTPUT];
@@ -358,8 +363,8 @@ static double combine_backward_receive(struct leg leg) {
     take_memory(leg.runner, leg.op);
     for (int j = 0; j < leg.others; j++) {
         messages[j].rows = leg.cell->slot[ROLE_OUTPUT_GRADIENT];
-        messages[j].row = leg.cell->returned[j].row;
-        messages[j].count = leg.cell->returned[j].count;
+        messages[j].row = returned_to(leg)[j].row;
+        messages[j].count = returned_to(leg)[j].count;
     }
     receive_rows(leg.runner, leg.op, messages, leg.others);
     free_messages(messages, leg.others);
