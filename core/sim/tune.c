@@ -27,14 +27,16 @@ gives the same choice everywhere.
 #include <string.h>
 
 #define SLACK 1.03        /* estimates this far behind the best are given up */
-#define FINALISTS 6       /* shapes that are refined */
+#define WIDE_SLACK 1.2    /* before other policies were looked at */
+#define FINALISTS 4       /* shapes that are refined */
+#define LATE 2            /* that are refined because they are like the best */
 #define MORE_FINALISTS 24 /* where there is no order to refine, only layers that recompute */
 #define MOST_WAVE 3       /* micro-batches of a wave, while refining */
-#define WHOLE_TRIALS 8    /* orders of each that are tried in full */
-#define NEAR_TRIALS 6     /* and with more and fewer layers that recompute */
+#define WHOLE_TRIALS 6    /* orders of each that are tried in full */
+#define NEAR_TRIALS 3     /* and with more and fewer layers that recompute */
 /* Operations that may be simulated behind refining: for polishing; and for all else where they suffice for
    that many steps. */
-#define POLISHING 6000000
+#define POLISHING 4000000
 #define SWEEPING 24000000L
 #define FEWEST_STEPS 3000
 
@@ -275,10 +277,11 @@ static struct guess best_guess(struct tuner *tuner, const struct plan *shape, co
 }
 
 /* Sees a shape under one order; false when that is too slow to matter. */
-static bool look(struct tuner *tuner, const struct plan *shape, struct order order, struct sight *sight) {
+static bool look(struct tuner *tuner, const struct plan *shape, struct order order, double slack,
+                 struct sight *sight) {
     struct plan plan = with_levers(shape, tuner->space.levers[0]);
     plan.order = sight->order = order;
-    sight->seconds = try_short(&tuner->trials, &plan, SLACK * tuner->trials.best);
+    sight->seconds = try_short(&tuner->trials, &plan, slack * tuner->trials.best);
     if (sight->seconds == INFINITY) return false;
     int groups = known_of(&tuner->trials, &plan)->groups;
     sight->activations = must_realloc(sight->activations, (size_t)groups * sizeof(double));
@@ -334,7 +337,7 @@ static double follow(struct tuner *tuner, const struct plan *shape, struct sight
 
 static bool explore_order(struct tuner *tuner, struct shape *shape, struct order order, struct sight *sight) {
     struct plan found;
-    if (!look(tuner, &shape->plan, order, sight)) return false;
+    if (!look(tuner, &shape->plan, order, SLACK, sight)) return false;
     double limit = fmin(shape->estimate, SLACK * tuner->trials.best);
     double estimate = follow(tuner, &shape->plan, sight, limit, &found);
     if (estimate >= shape->estimate) return true;
@@ -358,19 +361,31 @@ static bool explore_depth(struct tuner *tuner, struct shape *shape, int deep, st
     return matters;
 }
 
+/* Waves of some micro-batches, backward passes first, about `deep` under way. */
+static bool explore_waves(struct tuner *tuner, struct shape *shape, int deep, struct sight *sight) {
+    bool matters = false;
+    for (int wave = 2; wave <= MOST_WAVE && wave <= deep; wave++) {
+        int policy = policy_of(PREFER_BACKWARD, true, true);
+        struct order order = space_order(&tuner->space, wave, (deep + wave - 1) / wave, policy);
+        matters |= explore_order(tuner, shape, order, sight);
+    }
+    return matters;
+}
+
 /* Many under way first: with fewer there is more waiting, so when many are too slow nothing else need be
    looked at. Still more where the memory had room for many. */
 static void explore(struct tuner *tuner, struct shape *shape) {
     static const int fewer[] = {8, 6, 5, 4, 3, 2, 1};
+    const struct space *space = &tuner->space;
     struct sight sight = {0};
     int micro_batches = shape->plan.micro_batches, many = micro_batches < 12 ? micro_batches : 12;
-    bool matters = explore_depth(tuner, shape, many, &sight);
-    for (int wave = 2; tuner->space.order_open && wave <= 4 && wave <= many; wave++)
-        matters |= explore_order(tuner, shape,
-                                 space_order(&tuner->space, wave, (many + wave - 1) / wave,
-                                             policy_of(PREFER_BACKWARD, true, true)),
-                                 &sight);
-    for (size_t i = 0; tuner->space.order_open && i < COUNT(fewer) && matters; i++)
+    struct order plain = space_order(space, 1, many, policy_of(PREFER_FORWARD, true, false));
+    bool matters = look(tuner, &shape->plan, plain, WIDE_SLACK, &sight);
+    if (matters) {
+        matters = explore_depth(tuner, shape, many, &sight);
+        if (space->order_open) matters |= explore_waves(tuner, shape, many, &sight);
+    }
+    for (size_t i = 0; space->order_open && i < COUNT(fewer) && matters; i++)
         if (fewer[i] < many) matters = explore_depth(tuner, shape, fewer[i], &sight);
     if (shape->best.order.wave * shape->best.order.waves_in_flight == 12 && micro_batches > 12)
         explore_depth(tuner, shape, micro_batches < 24 ? micro_batches : 24, &sight);
@@ -384,7 +399,7 @@ static void look_again(struct tuner *tuner, struct shape *shape) {
     struct sight sight = {0};
     int deep = shape->best.order.wave * shape->best.order.waves_in_flight;
     int micro_batches = shape->plan.micro_batches, backward = policy_of(PREFER_BACKWARD, true, true);
-    for (int wave = 2; wave <= MOST_WAVE + 1 && wave <= micro_batches; wave++)
+    for (int wave = 2; wave <= MOST_WAVE && wave <= micro_batches; wave++)
         for (int prefer = PREFER_BACKWARD; prefer <= PREFER_FORWARD; prefer++)
             explore_order(tuner, shape,
                           space_order(space, wave, (deep + wave - 1) / wave,
@@ -462,7 +477,7 @@ static void add_guess(struct guesses *guesses, struct guess guess) {
 
 static void guess_order(struct tuner *tuner, const struct plan *shape, struct order order,
                         struct sight *sight, struct guesses *guesses) {
-    if (look(tuner, shape, order, sight)) add_guess(guesses, best_guess(tuner, shape, sight));
+    if (look(tuner, shape, order, SLACK, sight)) add_guess(guesses, best_guess(tuner, shape, sight));
 }
 
 /* More waves than the batch has make no difference. */
@@ -471,10 +486,10 @@ static bool waves_matter(int wave, int waves, int micro_batches) {
 }
 
 /* Orders with waves of one size and some policy, `least` to `most` micro-batches under way: of few all
-   numbers, of many every fourth or so. */
+   numbers, of many some. */
 static void guess_waves(struct tuner *tuner, const struct plan *shape, int wave, int policy, int least,
                         int most, struct sight *sight, struct guesses *guesses) {
-    for (int waves = (least + wave - 1) / wave; wave * waves < most + wave; waves += 1 + waves / 8)
+    for (int waves = (least + wave - 1) / wave; wave * waves < most + wave; waves += 1 + waves / 4)
         if (waves_matter(wave, waves, shape->micro_batches))
             guess_order(tuner, shape, space_order(&tuner->space, wave, waves, policy), sight, guesses);
 }
@@ -485,14 +500,16 @@ static void guess_all_orders(struct tuner *tuner, const struct shape *shape, str
                              struct guesses *guesses) {
     const struct plan *plan = &shape->plan;
     int deep = shape->best.order.wave * shape->best.order.waves_in_flight, least = (deep + 1) / 2;
+    int most = deep + deep / 2 + 2, many = 3 * deep > 24 ? 3 * deep : 24;
     for (int wave = 1; wave <= MOST_WAVE && wave <= plan->micro_batches; wave++)
-        for (int justified = 0; justified <= 1; justified++) {
-            guess_waves(tuner, plan, wave, policy_of(PREFER_FORWARD, true, justified), least,
-                        deep + deep / 2 + 2, sight, guesses);
-            guess_waves(tuner, plan, wave, policy_of(PREFER_BACKWARD, true, justified), least,
-                        3 * deep > 24 ? 3 * deep : 24, sight, guesses);
-            guess_waves(tuner, plan, wave, policy_of(PREFER_FORWARD, false, justified), least,
-                        deep + deep / 2 + 2, sight, guesses);
+        for (int justified = wave > 1; justified <= 1; justified++) {
+            guess_waves(tuner, plan, wave, policy_of(PREFER_FORWARD, true, justified), least, most, sight,
+                        guesses);
+            guess_waves(tuner, plan, wave, policy_of(PREFER_BACKWARD, true, justified), least, many, sight,
+                        guesses);
+            if (wave == 1)
+                guess_waves(tuner, plan, wave, policy_of(PREFER_FORWARD, false, justified), least, most,
+                            sight, guesses);
         }
 }
 
@@ -512,7 +529,7 @@ static void try_guesses(struct tuner *tuner, struct guesses *guesses) {
 static void refine_levers(struct tuner *tuner, const struct shape *shape, struct order order) {
     struct sight sight = {0};
     struct guesses guesses = {0};
-    if (look(tuner, &shape->plan, order, &sight))
+    if (look(tuner, &shape->plan, order, SLACK, &sight))
         for (int i = 0; i < tuner->space.lever_count; i++)
             add_guess(&guesses, guess_levers(tuner, &shape->plan, &sight, i));
     try_guesses(tuner, &guesses);
@@ -541,8 +558,7 @@ static void refine_late(struct tuner *tuner, struct shape shape) {
     if (shape.estimate == INFINITY) {
         int policy = policy_of(PREFER_FORWARD, true, true);
         shape.best = with_levers(&shape.plan, tuner->space.levers[0]);
-        shape.best.order =
-            any ? tuner->trials.best_plan.order : space_order(&tuner->space, 1, 1, policy);
+        shape.best.order = any ? tuner->trials.best_plan.order : space_order(&tuner->space, 1, 1, policy);
     }
     refine(tuner, &shape);
 }
@@ -559,16 +575,18 @@ static void refine_shapes(struct tuner *tuner) {
     bool open = tuner->space.order_open;
     int finalists = open ? FINALISTS : MORE_FINALISTS;
     if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
-    for (int i = 0; open && i < explored->count && i < MORE_FINALISTS; i++)
+    for (int i = 0; open && i < explored->count && i < 2 * FINALISTS; i++)
         if (explored->list[i].estimate < INFINITY) look_again(tuner, &explored->list[i]);
     if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
     for (int i = 0; i < explored->count && i < finalists; i++)
         if (explored->list[i].estimate < INFINITY) refine(tuner, &explored->list[i]);
     const struct plan best = tuner->trials.best_plan;
-    for (int i = 0; open && i < explored->count; i++)
+    for (int i = 0, late = 0; open && i < explored->count && late < LATE; i++)
         if ((i >= finalists || explored->list[i].estimate == INFINITY) &&
-            are_alike(&explored->list[i].plan, &best))
+            are_alike(&explored->list[i].plan, &best)) {
             refine_late(tuner, explored->list[i]);
+            late++;
+        }
 }
 
 /* ---- polishing and sweeping -------------------------------------------------------------------------- */
