@@ -191,7 +191,10 @@ static int holder(const struct scene *scene, int expert) {
 
 /* Copies that an expert takes, those behind its capacity dropped. */
 static double expert_copies(const struct scene *scene, double all, int expert) {
-    double factor = scene->model.moe.capacity_factor, most = all * factor / scene->model.moe.experts;
+    double factor = scene->model.moe.capacity_factor;
+    double a_sequence = (double)scene->point.seq_len * scene->model.moe.top_k;
+    double capacity = ceil(a_sequence * factor / scene->model.moe.experts * (1 - 1e-9));
+    double most = all * fmin(scene->point.seq_len, capacity) / a_sequence;
     double wanted = all * scene->share[expert];
     return factor > 0 && wanted > most ? most : wanted;
 }
