@@ -1,7 +1,7 @@
 #!/bin/bash
 # tests/run.sh MODE:TEST...   runs test programs (cmocka) and scripts, as many at a time as there are cores.
 #
-# MODE is plain, sanitize, threads or valgrind. A test sees DISAGMOE (the binary of its build), DISAGMOE_MODE, and under valgrind
+# MODE is plain, sanitize, threads or valgrind. A test sees DISAGMOE (the binary of its build), DISAGMOE_MODE, and where it is slow
 # DISAGMOE_SAMPLE, by which property tests divide their number of cases. Before skip() a cmocka test prints
 # "skip: REASON" on a line; a script that skips exits 77 with the reason on its last line. The name of a test that starts
 # Open MPI contains mpi or train.
@@ -30,6 +30,7 @@ run_one() {
     [[ $test != *.sh ]] || command=(bash "$test")
     # Open MPI's own leaks are known by who called malloc far up, which only slow unwinding finds.
     [[ $test != *mpi* && $test != *train* ]] || export ASAN_OPTIONS=fast_unwind_on_malloc=0
+    [[ $mode != sanitize && $mode != threads ]] || export DISAGMOE_SAMPLE=${DISAGMOE_SAMPLE:-5}
     if [ "$mode" = valgrind ]; then
         export DISAGMOE_SAMPLE=${DISAGMOE_SAMPLE:-20}
         command=(valgrind --quiet --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite
