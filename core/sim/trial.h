@@ -48,7 +48,8 @@ const double *static_bytes_of(const struct known *known, int state);
    and the seconds that end takes; INFINITY when none fits. The least intrusive of equals. */
 double choose_state(struct trials *trials, const struct plan *plan, const double *activations,
                     struct memory *chosen);
-/* The last trial's activations ÷ what a state leaves for them, of the worst group: above 1 they do not fit. */
+/* The last trial's activations ÷ what a state leaves for them, of the worst group: above 1 they do not fit.
+ */
 double load_of(struct trials *trials, const struct plan *plan, int state);
 
 /* Seconds per sequence of a short trial with the quickest state; INFINITY when that is not below `limit`. */
