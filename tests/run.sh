@@ -8,7 +8,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
-limit=300
+limit=600
 [ -z "${DISAGMOE_LONG:-}" ] || limit=3600
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
