@@ -78,7 +78,8 @@ PLAIN_RUNS    = $(patsubst %,plain:%,$(call programs,build) $(SCRIPTS))
 SANITIZE_RUNS = $(patsubst %,sanitize:%,$(call programs,build/sanitize) $(SCRIPTS))
 # The programs that have threads.
 THREADS_RUNS  = $(patsubst %,threads:%,$(filter %test_base %test_layers %executor_mpi,$(call programs,build/threads)))
-VALGRIND_RUNS = $(patsubst %,valgrind:%,$(filter-out %_mpi,$(call programs,build/valgrind)))
+# Without test_tune: an exhaustive search takes too long there, and other tests tune under valgrind too.
+VALGRIND_RUNS = $(patsubst %,valgrind:%,$(filter-out %_mpi %test_tune,$(call programs,build/valgrind)))
 test: tests
 	@tests/run.sh $(PLAIN_RUNS)
 check: setup
