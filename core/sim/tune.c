@@ -305,27 +305,29 @@ static double estimate_of(struct tuner *tuner, struct guess *guess, double limit
     return seconds < limit ? seconds : INFINITY;
 }
 
+/* Keeps a guess whose estimate is below the best. */
+static void try_estimate(struct tuner *tuner, struct guess guess, double *best, double *load,
+                         struct plan *found) {
+    double seconds = estimate_of(tuner, &guess, *best, load);
+    if (seconds >= *best) return;
+    *best = seconds;
+    *found = guess.plan;
+}
+
 /* Tries what a sight promises until it holds: the estimate of the best that fits, INFINITY when none is below
    `limit`. Changes the sight's activations by what it learns. */
 static double follow(struct tuner *tuner, const struct plan *shape, struct sight *sight, double limit,
                      struct plan *found) {
     double best = limit, load = 2;
     for (int round = 0; round < 4 && load > 1; round++) {
-        struct guess guess = best_guess(tuner, shape, sight), whole = guess;
+        struct guess guess = best_guess(tuner, shape, sight);
         if (guess.seconds >= best) break;
-        double ignored, seconds = estimate_of(tuner, &guess, best, &load);
-        if (seconds < best) {
-            best = seconds;
-            *found = guess.plan;
-        }
+        try_estimate(tuner, guess, &best, &load, found);
         /* Layers that are all alike may keep a better beat, although they have more to do. */
         if (guess.plan.memory.recompute.layers && tuner->space.layers_open) {
-            whole.plan.memory.recompute.layers = 0;
-            seconds = estimate_of(tuner, &whole, best, &ignored);
-            if (seconds < best) {
-                best = seconds;
-                *found = whole.plan;
-            }
+            double ignored;
+            guess.plan.memory.recompute.layers = 0;
+            try_estimate(tuner, guess, &best, &ignored, found);
         }
         int groups = tuner->space.system->groups(shape);
         for (int g = 0; g < groups; g++) sight->activations[g] *= fmax(1, load * 1.001);
@@ -335,12 +337,12 @@ static double follow(struct tuner *tuner, const struct plan *shape, struct sight
 
 /* ---- exploring --------------------------------------------------------------------------------------- */
 
-static bool explore_order(struct tuner *tuner, struct shape *shape, struct order order, struct sight *sight) {
+/* Keeps the best plan that a sight leads to. */
+static void use_sight(struct tuner *tuner, struct shape *shape, struct sight *sight) {
     struct plan found;
-    if (!look(tuner, &shape->plan, order, SLACK, sight)) return false;
     double limit = fmin(shape->estimate, SLACK * tuner->trials.best);
     double estimate = follow(tuner, &shape->plan, sight, limit, &found);
-    if (estimate >= shape->estimate) return true;
+    if (estimate >= shape->estimate) return;
     /* A short step may flatter: what looks like the best is tried in full. */
     if (estimate < tuner->trials.best) {
         try_whole(&tuner->trials, found);
@@ -348,16 +350,29 @@ static bool explore_order(struct tuner *tuner, struct shape *shape, struct order
     }
     shape->estimate = estimate;
     shape->best = found;
+}
+
+static bool explore_order(struct tuner *tuner, struct shape *shape, struct order order, struct sight *sight) {
+    if (!look(tuner, &shape->plan, order, SLACK, sight)) return false;
+    use_sight(tuner, shape, sight);
     return true;
 }
 
-/* Waves of one micro-batch, `deep` of them under way; false when that is too slow to matter. */
-static bool explore_depth(struct tuner *tuner, struct shape *shape, int deep, struct sight *sight) {
+/* Waves of one micro-batch, `deep` of them under way. */
+static struct order plain_order(const struct tuner *tuner, int deep) {
+    return space_order(&tuner->space, 1, deep, policy_of(PREFER_FORWARD, true, false));
+}
+
+/* The same, justified. This and the next ones: false when that is too slow to matter. */
+static bool explore_justified(struct tuner *tuner, struct shape *shape, int deep, struct sight *sight) {
     const struct space *space = &tuner->space;
-    struct order plain = space_order(space, 1, deep, policy_of(PREFER_FORWARD, true, false));
-    struct order justified = space_order(space, 1, deep, policy_of(PREFER_FORWARD, true, true));
-    bool matters = explore_order(tuner, shape, plain, sight);
-    if (space->justified_open) matters |= explore_order(tuner, shape, justified, sight);
+    struct order order = space_order(space, 1, deep, policy_of(PREFER_FORWARD, true, true));
+    return space->justified_open && explore_order(tuner, shape, order, sight);
+}
+
+static bool explore_depth(struct tuner *tuner, struct shape *shape, int deep, struct sight *sight) {
+    bool matters = explore_order(tuner, shape, plain_order(tuner, deep), sight);
+    matters |= explore_justified(tuner, shape, deep, sight);
     return matters;
 }
 
@@ -379,10 +394,11 @@ static void explore(struct tuner *tuner, struct shape *shape) {
     const struct space *space = &tuner->space;
     struct sight sight = {0};
     int micro_batches = shape->plan.micro_batches, many = micro_batches < 12 ? micro_batches : 12;
-    struct order plain = space_order(space, 1, many, policy_of(PREFER_FORWARD, true, false));
-    bool matters = look(tuner, &shape->plan, plain, WIDE_SLACK, &sight);
-    if (matters) {
-        matters = explore_depth(tuner, shape, many, &sight);
+    bool matters = false;
+    if (look(tuner, &shape->plan, plain_order(tuner, many), WIDE_SLACK, &sight)) {
+        matters = sight.seconds < SLACK * tuner->trials.best;
+        if (matters) use_sight(tuner, shape, &sight);
+        matters |= explore_justified(tuner, shape, many, &sight);
         if (space->order_open) matters |= explore_waves(tuner, shape, many, &sight);
     }
     for (size_t i = 0; space->order_open && i < COUNT(fewer) && matters; i++)
@@ -570,20 +586,29 @@ static bool are_alike(const struct plan *a, const struct plan *b) {
            x->attn_gpus * y->ffn_gpus == y->attn_gpus * x->ffn_gpus;
 }
 
+static void sort_explored(struct tuner *tuner) {
+    struct shapes *explored = &tuner->explored;
+    if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
+}
+
+/* Of the explored shapes, sorted. */
+static bool is_finalist(const struct tuner *tuner, int i) {
+    int most = tuner->space.order_open ? FINALISTS : MORE_FINALISTS;
+    return i < most && tuner->explored.list[i].estimate < INFINITY;
+}
+
 static void refine_shapes(struct tuner *tuner) {
     struct shapes *explored = &tuner->explored;
     bool open = tuner->space.order_open;
-    int finalists = open ? FINALISTS : MORE_FINALISTS;
-    if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
+    sort_explored(tuner);
     for (int i = 0; open && i < explored->count && i < 2 * FINALISTS; i++)
         if (explored->list[i].estimate < INFINITY) look_again(tuner, &explored->list[i]);
-    if (explored->count) qsort(explored->list, (size_t)explored->count, sizeof *explored->list, by_prospect);
-    for (int i = 0; i < explored->count && i < finalists; i++)
-        if (explored->list[i].estimate < INFINITY) refine(tuner, &explored->list[i]);
+    sort_explored(tuner);
+    for (int i = 0; i < explored->count; i++)
+        if (is_finalist(tuner, i)) refine(tuner, &explored->list[i]);
     const struct plan best = tuner->trials.best_plan;
     for (int i = 0, late = 0; open && i < explored->count && late < LATE; i++)
-        if ((i >= finalists || explored->list[i].estimate == INFINITY) &&
-            are_alike(&explored->list[i].plan, &best)) {
+        if (!is_finalist(tuner, i) && are_alike(&explored->list[i].plan, &best)) {
             refine_late(tuner, explored->list[i]);
             late++;
         }
@@ -682,10 +707,8 @@ static void search(struct tuner *tuner) {
     if (step_operations(tuner) * FEWEST_STEPS > SWEEPING) return;
     tuner->budget_end = tuner->trials.operations + SWEEPING;
     keep_rest(tuner);
-    int finalists = tuner->space.order_open ? FINALISTS : MORE_FINALISTS;
     for (int i = 0; i < tuner->explored.count && has_budget(tuner); i++)
-        if (i >= finalists || tuner->explored.list[i].estimate == INFINITY)
-            refine_late(tuner, tuner->explored.list[i]);
+        if (!is_finalist(tuner, i)) refine_late(tuner, tuner->explored.list[i]);
     polish(tuner);
     sweep(tuner);
 }
