@@ -77,6 +77,14 @@ def model_text(name):
     return known.get(name.removesuffix("-paper"), name)
 
 
+def published_range(file):
+    """The paper's range of speedups, as {"low", "high"}; None without a file."""
+    if not file:
+        return None
+    with open(file, encoding="utf-8") as stream:
+        return json.load(stream)["speedup_vs_megatron"]
+
+
 def save(figure, output):
     """Writes OUTPUT.png and OUTPUT.svg, each whole or not at all."""
     for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):

@@ -4,9 +4,8 @@
 usage: regimes.py [--published FILE] OUTPUT REGIMES.csv    writes OUTPUT.png and OUTPUT.svg
 """
 import argparse
-import json
 
-from common import BLACK, COLUMN_WIDTH, ORANGE, plt, read_records, save, sequence_text, values_of
+from common import BLACK, COLUMN_WIDTH, ORANGE, plt, published_range, read_records, save, sequence_text, values_of
 
 ROW = 0.135  # inches
 MARKERS = "osD^vP"
@@ -59,10 +58,7 @@ def main():
     options = parser.parse_args()
     records = read_records(options.records)
     sequences = sorted(values_of(records, "seq_len"))
-    band = None
-    if options.published:
-        with open(options.published, encoding="utf-8") as stream:
-            band = json.load(stream)["speedup_vs_megatron"]
+    band = published_range(options.published)
     found = [r["speedup"] for r in records if r["speedup"] is not None]
     edge = (0.9 * min(found + [1]), min(LARGEST, 1.04 * max(found + [band["high"] if band else 1])))
     panels = []

@@ -4,10 +4,9 @@
 usage: speedup.py [--published FILE] OUTPUT RECORDS...    writes OUTPUT.png and OUTPUT.svg
 """
 import argparse
-import json
 
-from common import BLACK, BLUE, COLUMN_WIDTH, ORANGE, SKY, VERMILION, model_text, plt, read_records, save
-from common import sequence_text, values_of
+from common import BLACK, BLUE, COLUMN_WIDTH, ORANGE, SKY, VERMILION, model_text, plt, published_range
+from common import read_records, save, sequence_text, values_of
 
 BAR = 0.40
 COLOURS = [SKY, BLUE, VERMILION]
@@ -43,10 +42,8 @@ def main():
     models, nodes, sequences = (values_of(records, key) for key in ("model", "nodes", "seq_len"))
     figure, panels = plt.subplots(1, len(models), sharey=True, squeeze=False, figsize=(COLUMN_WIDTH, 2.15))
     highest = max([r["speedup_vs_megatron"] or 0 for r in records] + [1])
-    band = None
-    if options.published:
-        with open(options.published, encoding="utf-8") as stream:
-            band = json.load(stream)["speedup_vs_megatron"]
+    band = published_range(options.published)
+    if band:
         highest = max(highest, band["high"])
     for axes, model in zip(panels[0], models):
         draw_model(axes, [r for r in records if r["model"] == model], nodes, sequences)
