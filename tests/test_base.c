@@ -10,6 +10,7 @@ once.
 #include <cmocka.h>
 
 #include "base/base.h"
+#include "tests/cases.h"
 
 #include <errno.h>
 #include <float.h>
@@ -24,13 +25,6 @@ once.
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
-
-/* Property tests run this many cases, fewer under valgrind. */
-static int cases(int count) {
-    const char *sample = getenv("DISAGMOE_SAMPLE");
-    int divisor = sample ? atoi(sample) : 1;
-    return divisor > 1 ? count / divisor + 1 : count;
-}
 
 struct bench {
     struct arena *arena;
@@ -246,7 +240,7 @@ static void files_that_cannot_be_read_are_named(void **state) {
 /* A million keys: reading, the search for repeats and the report of unknown keys stay near linear. */
 static void many_keys_cost_no_square(void **state) {
     struct bench *bench = *state;
-    int count = cases(300000);
+    int count = sampled(300000);
     struct text text = {0};
     for (int i = 0; i < count; i++) text_add(&text, "%s\"key%d\":%d", i ? "," : "{", i, i);
     text_add(&text, "}");
@@ -468,7 +462,7 @@ static void mutated_texts_never_crash(void **state) {
     struct bench *bench = *state;
     struct rng rng = rng_seed(2026);
     char buffer[1024];
-    int refused = 0, count = cases(60000);
+    int refused = 0, count = sampled(60000);
     for (int i = 0; i < count; i++) {
         memcpy(buffer, SEED_TEXT, sizeof SEED_TEXT);
         size_t length = mutate(&rng, buffer, sizeof SEED_TEXT - 1, sizeof buffer);
@@ -532,7 +526,7 @@ static void numbers_print_shortest(void **state) {
 static void any_double_reads_back(void **state) {
     struct bench *bench = *state;
     struct rng rng = rng_seed(5);
-    for (int i = 0; i < cases(20000); i++) {
+    for (int i = 0; i < sampled(20000); i++) {
         uint64_t bits = rng_next(&rng);
         double value;
         memcpy(&value, &bits, sizeof value);

@@ -14,6 +14,7 @@ fitted.
 #include "cluster/cluster.h"
 #include "disagmoe/placement.h"
 #include "model/model.h"
+#include "tests/cases.h"
 
 #include <float.h>
 #include <math.h>
@@ -23,13 +24,6 @@ fitted.
 #define CLUSTER_FILE "experiments/clusters/h800-16x8.json"
 #define FAST_CLUSTER_FILE "experiments/clusters/h800-16x8-fast.json"
 #define MODEL_FILE "experiments/models/qwen3-235b-paper.json"
-
-/* DISAGMOE_SAMPLE=N runs one N-th of the random cases. */
-static int sampled(int count) {
-    const char *sample = getenv("DISAGMOE_SAMPLE");
-    int divisor = sample ? atoi(sample) : 1;
-    return divisor > 1 ? (count + divisor - 1) / divisor : count;
-}
 
 static bool near(double found, double expected, double relative) {
     return fabs(found - expected) <= relative * fmax(fabs(found), fabs(expected));

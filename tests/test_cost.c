@@ -14,6 +14,7 @@ Random cases come from a fixed seed; DISAGMOE_SAMPLE=N runs one N-th of them.
 #include "baselines/baselines.h"
 #include "disagmoe/disagmoe.h"
 #include "plan/plan.h"
+#include "tests/cases.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -24,15 +25,8 @@ Random cases come from a fixed seed; DISAGMOE_SAMPLE=N runs one N-th of them.
 #define MOST_EXPERTS 24
 #define CLOSE 1e-12
 
-static int sampled(int count) {
-    const char *sample = getenv("DISAGMOE_SAMPLE");
-    int divisor = sample ? atoi(sample) : 1;
-    return divisor > 1 ? (count + divisor - 1) / divisor : count;
-}
-
 static void assert_near(double found, double expected) {
-    if (!(fabs(found - expected) <= CLOSE * fmax(fabs(found), fabs(expected))))
-        fail_msg("found %.17g, expected %.17g", found, expected);
+    assert_within(found, expected, CLOSE);
 }
 
 static int between(struct rng *rng, int low, int high) {

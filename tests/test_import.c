@@ -11,18 +11,13 @@ wrote.
 #include "layers/layers.h"
 #include "state/safetensors.h"
 #include "state/state.h"
+#include "tests/cases.h"
 
 #include <dirent.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-static int cases(int count) {
-    const char *sample = getenv("DISAGMOE_SAMPLE");
-    int divisor = sample ? atoi(sample) : 1;
-    return divisor > 1 ? count / divisor + 1 : count;
-}
 
 static struct model tiny(void) {
     struct model model = {.name = "tiny", .layers = 2, .hidden = 6, .vocab = 11, .norm_eps = 1e-6};
@@ -544,7 +539,7 @@ static void damaged_files(void **state) {
     assert_true(parameters_import(&c->parameters, c->read, &c->index, 1, &c->errors));
     struct rng rng = rng_seed(5);
     int imported = 0, refused = 0;
-    for (int i = 0; i < cases(2000); i++) {
+    for (int i = 0; i < sampled(2000); i++) {
         size_t f = rng_below(&rng, 2) ? 0 : (size_t)rng_below(&rng, COUNT(files)), length = lengths[f];
         char *bytes = must_alloc(length + 1);
         memcpy(bytes, whole[f], length);

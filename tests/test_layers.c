@@ -843,12 +843,18 @@ static void meet(struct attendant *own, void *pieces) {
     pthread_barrier_wait(&own->meeting->barrier);
 }
 
+/* Of a piece among (sequences, 2·cp). */
+static int holder_of(int piece, int cp) {
+    int number = piece % (2 * cp);
+    return number < cp ? number : 2 * cp - 1 - number;
+}
+
 static void gather(void *owner, void *pieces, int sequences, size_t bytes) {
     struct attendant *own = owner;
     meet(own, pieces);
-    int cp = own->meeting->cp, all = 2 * cp;
-    for (int i = 0; i < sequences * all; i++) {
-        int number = i % all, holder = number < cp ? number : all - 1 - number;
+    int cp = own->meeting->cp, all = sequences * 2 * cp;
+    for (int i = 0; i < all; i++) {
+        int holder = holder_of(i, cp);
         if (holder != own->index)
             memcpy((char *)pieces + i * bytes, (char *)own->meeting->pieces[holder] + i * bytes, bytes);
     }
@@ -858,16 +864,16 @@ static void gather(void *owner, void *pieces, int sequences, size_t bytes) {
 static void scatter(void *owner, floatX *pieces, int sequences, size_t count) {
     struct attendant *own = owner;
     meet(own, pieces);
-    int cp = own->meeting->cp, all = 2 * cp;
-    for (int i = 0; i < sequences * all; i++) {
-        int number = i % all, holder = number < cp ? number : all - 1 - number;
+    int cp = own->meeting->cp, all = sequences * 2 * cp;
+    for (int i = 0; i < all; i++) {
+        int holder = holder_of(i, cp);
         for (int j = 0; holder == own->index && j < cp; j++)
             for (size_t e = i * count; j != holder && e < (i + 1) * count; e++)
                 pieces[e] += ((floatX *)own->meeting->pieces[j])[e];
     }
     pthread_barrier_wait(&own->meeting->barrier);
-    for (int i = 0; i < sequences * all; i++) { /* the others are lost */
-        int number = i % all, holder = number < cp ? number : all - 1 - number;
+    for (int i = 0; i < all; i++) { /* the others are lost */
+        int holder = holder_of(i, cp);
         if (holder != own->index) memset(pieces + i * count, 0xff, count * sizeof *pieces);
     }
 }

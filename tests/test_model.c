@@ -9,17 +9,12 @@ time, the sizes that the models' makers publish, and imports of their configurat
 #include <cmocka.h>
 
 #include "model/model.h"
+#include "tests/cases.h"
 
 #include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-static int cases(int count) {
-    const char *sample = getenv("DISAGMOE_SAMPLE");
-    int divisor = sample ? atoi(sample) : 1;
-    return divisor > 1 ? count / divisor + 1 : count;
-}
 
 struct bench {
     struct arena *arena;
@@ -312,7 +307,7 @@ static void mutated_manifests_never_crash(void **state) {
     assert_true(whole < sizeof buffer);
     struct rng rng = rng_seed(7);
     static const char pieces[] = "{}[]\",:0129eE.-truefalsn ";
-    for (int i = 0; i < cases(20000); i++) {
+    for (int i = 0; i < sampled(20000); i++) {
         memcpy(buffer, text, whole + 1);
         for (int edits = rng_below(&rng, 4); edits >= 0; edits--)
             buffer[rng_below(&rng, (int)whole)] = pieces[rng_below(&rng, sizeof pieces - 1)];
@@ -393,7 +388,7 @@ static void capacities_by_whole_numbers(void **state) {
     (void)state;
     struct model m = everything();
     struct rng rng = rng_seed(5);
-    for (int i = 0; i < cases(200000); i++) {
+    for (int i = 0; i < sampled(200000); i++) {
         long long percent = 1 + rng_below(&rng, 300), seq_len = 1 + rng_below(&rng, 32768);
         m.moe.experts = 1 + rng_below(&rng, 256);
         m.moe.top_k = 1 + rng_below(&rng, m.moe.experts);
@@ -1128,7 +1123,7 @@ static void damaged_configurations(void **state) {
     static const char pieces[] = "{}[]\",:0129eE.-truefalsn ";
     struct rng rng = rng_seed(11);
     int imported = 0, refused = 0;
-    for (int i = 0; i < cases(8000); i++) {
+    for (int i = 0; i < sampled(8000); i++) {
         struct arena *arena = arena_new();
         struct json config = fixture(bench, arena_printf(arena, "configs/%s.short", names[i % 4]));
         char *text = cJSON_Print(config.node);

@@ -15,6 +15,7 @@ repository's root, whose experiments are read.
 #include "baselines/baselines.h"
 #include "plan/plan.h"
 #include "sim/sim.h"
+#include "tests/cases.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -28,15 +29,8 @@ repository's root, whose experiments are read.
 
 /* ---- help -------------------------------------------------------------------------------------------- */
 
-static int sampled(int count) {
-    const char *sample = getenv("DISAGMOE_SAMPLE");
-    int divisor = sample ? atoi(sample) : 1;
-    return divisor > 1 ? (count + divisor - 1) / divisor : count;
-}
-
 static void assert_near(double found, double expected) {
-    if (!(fabs(found - expected) <= EXACT * fmax(fabs(found), fabs(expected))))
-        fail_msg("found %.17g, expected %.17g", found, expected);
+    assert_within(found, expected, EXACT);
 }
 
 static bool says(const struct errors *errors, const char *part) {

@@ -12,6 +12,7 @@ really drift into, nothing waits in a circle and no group ever holds more than t
 #include "train/pool.h"
 #include "train/program.h"
 #include "train/verify.h"
+#include "tests/cases.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -172,16 +173,11 @@ static void check_drift(const struct schedule *schedule, const struct timeline *
     arena_free(arena);
 }
 
-static int sample(int cases) {
-    const char *divisor = getenv("DISAGMOE_SAMPLE");
-    return divisor ? 1 + cases / atoi(divisor) : cases;
-}
-
 static void drifting_lanes_keep_the_plan(void **state) {
     (void)state;
     static const char *const systems[] = {"megatron", "disagmoe"};
     struct rng rng = rng_seed(20);
-    for (int i = 0; i < sample(400); i++) {
+    for (int i = 0; i < sampled(400); i++) {
         const char *system = systems[i % 2];
         bool zeros = i % 5 == 0;
         char *text = random_manifest(&rng, system, zeros);

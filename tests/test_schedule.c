@@ -19,17 +19,12 @@ DISAGMOE_SAMPLE=N divides the number of random schedules, for slow runs (valgrin
 
 #include <cmocka.h>
 
+#include "tests/cases.h"
+
 #define CASES 2000
 #define SEED 20240607
 
 /* ---- help -------------------------------------------------------------------------------------------- */
-
-static int cases_to_run(void) {
-    const char *sample = getenv("DISAGMOE_SAMPLE");
-    int divisor = sample != NULL ? atoi(sample) : 1;
-    int cases = CASES / (divisor > 0 ? divisor : 1);
-    return cases > 0 ? cases : 1;
-}
 
 static bool says(const struct errors *errors, const char *part) {
     for (int i = 0; i < errors->count; i++)
@@ -1088,7 +1083,7 @@ static void assert_memory(const struct sample *sample) {
 
 static void test_random_execution(void **state) {
     (void)state;
-    for (int i = 0, cases = cases_to_run(); i < cases; i++) {
+    for (int i = 0, cases = sampled(CASES); i < cases; i++) {
         struct sample *sample = sample_new(SEED + (uint64_t)i);
         assert_accepted(sample->schedule);
         assert_execution_holds(sample);
@@ -1128,7 +1123,7 @@ static double arranged_makespan(uint64_t seed, bool patient, bool justified, boo
    the same schedule gives the same order. */
 static void test_random_orders(void **state) {
     (void)state;
-    int shorter = 0, other = 0, cases = (cases_to_run() + 3) / 4;
+    int shorter = 0, other = 0, cases = (sampled(CASES) + 3) / 4;
     for (int i = 0; i < cases; i++) {
         uint64_t seed = SEED + 3000000 + (uint64_t)i;
         bool patient = i % 2, instant = i % 4 >= 2;
@@ -1153,7 +1148,7 @@ static void test_random_orders(void **state) {
    can be arranged after all. Whole seconds, so that sums are exact. */
 static void test_random_limits(void **state) {
     (void)state;
-    for (int i = 0, cases = (cases_to_run() + 3) / 4; i < cases; i++) {
+    for (int i = 0, cases = (sampled(CASES) + 3) / 4; i < cases; i++) {
         struct sample *sample = sample_new(SEED + 4000000 + (uint64_t)i);
         struct schedule *s = sample->schedule;
         double greedy = sample->timeline.makespan, makespan = greedy,
@@ -1260,7 +1255,7 @@ static void random_coverage_faults(struct sample *sample) {
 
 static void test_random_faults(void **state) {
     (void)state;
-    int swaps = 0, lives = 0, cases = cases_to_run();
+    int swaps = 0, lives = 0, cases = sampled(CASES);
     for (int i = 0; i < cases; i++) {
         struct sample *sample = sample_new(SEED + 1000000 + (uint64_t)i);
         swaps += random_swaps(sample);
@@ -1276,7 +1271,7 @@ static void test_random_faults(void **state) {
 
 static void test_random_shown(void **state) {
     (void)state;
-    for (int i = 0, cases = (cases_to_run() + 19) / 20; i < cases; i++) {
+    for (int i = 0, cases = (sampled(CASES) + 19) / 20; i < cases; i++) {
         struct sample *sample = sample_new(SEED + 2000000 + (uint64_t)i);
         assert_json_reads_back(sample->schedule, &sample->timeline);
         assert_trace(sample->schedule, &sample->timeline);

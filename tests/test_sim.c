@@ -13,6 +13,7 @@ repository's root, whose cluster file lends its rates.
 
 #include "baselines/baselines.h"
 #include "sim/sim.h"
+#include "tests/cases.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -23,17 +24,6 @@ repository's root, whose cluster file lends its rates.
 #define EXACT 1e-9
 
 /* ---- help -------------------------------------------------------------------------------------------- */
-
-static int sampled(int count) {
-    const char *sample = getenv("DISAGMOE_SAMPLE");
-    int divisor = sample ? atoi(sample) : 1;
-    return divisor > 1 ? (count + divisor - 1) / divisor : count;
-}
-
-static void assert_near(double found, double expected, double relative) {
-    if (!(fabs(found - expected) <= relative * fmax(fabs(found), fabs(expected))))
-        fail_msg("found %.17g, expected %.17g", found, expected);
-}
 
 /* `low` is not above `high`, rounding aside. */
 static void assert_at_most(double low, double high, const char *what) {
@@ -148,7 +138,7 @@ static void test_1f1b(void **state) {
             for (int per_stage = 1; per_stage <= 3; per_stage += 2) {
                 int m = micro_batches[i];
                 double stage = per_stage * (FORWARD_LAYER + BACKWARD_LAYER);
-                assert_near(megatron_seconds(p * per_stage, p, 1, m), (m + p - 1) * stage, EXACT);
+                assert_within(megatron_seconds(p * per_stage, p, 1, m), (m + p - 1) * stage, EXACT);
             }
 }
 
@@ -160,7 +150,7 @@ static void test_interleaved(void **state) {
             for (int rounds = 1; rounds <= 5; rounds += 2) {
                 int m = rounds * p, layers = p * v * 2;
                 double stage = 2 * v * (FORWARD_LAYER + BACKWARD_LAYER);
-                assert_near(megatron_seconds(layers, p, v, m), m * stage + (p - 1) * stage / v, EXACT);
+                assert_within(megatron_seconds(layers, p, v, m), m * stage + (p - 1) * stage / v, EXACT);
             }
 }
 
@@ -169,10 +159,10 @@ static void test_one_stage(void **state) {
     struct experiment experiment =
         plain(5, 1, "\"micro_batches\":7,\"parallel\":{\"pp\":1,\"vpp\":1,\"ep\":8}," TABLE);
     struct outcome outcome = simulate(&experiment.points[0], "megatron");
-    assert_near(outcome.result.step_time, 7 * 5 * (FORWARD_LAYER + BACKWARD_LAYER), EXACT);
-    assert_near(outcome.result.efficiency, 1, EXACT);
-    assert_near(outcome.result.breakdown.attention, 7 * 5 * (0.3 + 0.5 + 0.25), EXACT);
-    assert_near(outcome.result.breakdown.ffn, 7 * 5 * (0.7 + 1 + 0.5), EXACT);
+    assert_within(outcome.result.step_time, 7 * 5 * (FORWARD_LAYER + BACKWARD_LAYER), EXACT);
+    assert_within(outcome.result.efficiency, 1, EXACT);
+    assert_within(outcome.result.breakdown.attention, 7 * 5 * (0.3 + 0.5 + 0.25), EXACT);
+    assert_within(outcome.result.breakdown.ffn, 7 * 5 * (0.7 + 1 + 0.5), EXACT);
     assert_true(fabs(outcome.result.breakdown.bubble) < EXACT);
     outcome_free(&outcome);
     experiment_free(&experiment);
@@ -235,7 +225,7 @@ static void check_unequal(int layers, int p, int m, const char *ends, bool even)
         sum += held[s];
     }
     assert_int_equal(sum, layers);
-    assert_near(outcome.result.step_time, textbook_1f1b(forward, backward, p, m), EXACT);
+    assert_within(outcome.result.step_time, textbook_1f1b(forward, backward, p, m), EXACT);
     outcome_free(&outcome);
     experiment_free(&experiment);
 }
@@ -251,7 +241,7 @@ static void test_unequal_stages(void **state) {
                               false);
             }
     /* The recurrence itself, by hand: two stages of 1 + 1 and 2 + 2 seconds, two micro-batches. */
-    assert_near(textbook_1f1b((double[]){1, 2}, (double[]){1, 2}, 2, 2), 1 + 2 * 4 + 1, EXACT);
+    assert_within(textbook_1f1b((double[]){1, 2}, (double[]){1, 2}, 2, 2), 1 + 2 * 4 + 1, EXACT);
 }
 
 /* ---- DisagMoE under the ratios of section 3 ---------------------------------------------------------- */
@@ -277,7 +267,7 @@ static double best_efficiency(int seq_len, double f) {
         struct outcome outcome = simulate(&experiment.points[0], "disagmoe");
         best = fmax(best, outcome.result.efficiency);
         /* 64 micro-batches, 8 layers a group, 3 × half each. */
-        assert_near(outcome.result.busiest_compute, 64 * 8 * 3 * half, EXACT);
+        assert_within(outcome.result.busiest_compute, 64 * 8 * 3 * half, EXACT);
         outcome_free(&outcome);
         experiment_free(&experiment);
     }
@@ -476,11 +466,11 @@ static void check_busy(const struct outcome *outcome) {
         optimizer += it->kind == KIND_OPTIMIZER ? seconds : 0;
         busiest = fmax(busiest, lanes[group] += it->duration);
     }
-    assert_near(outcome->result.compute_busy, all, EXACT);
-    assert_near(outcome->result.recompute_busy, again, EXACT);
-    assert_near(outcome->result.optimizer_busy, optimizer, EXACT);
-    assert_near(outcome->result.busiest_compute, busiest, EXACT);
-    assert_near(outcome->result.efficiency * outcome->result.step_time, busiest, EXACT);
+    assert_within(outcome->result.compute_busy, all, EXACT);
+    assert_within(outcome->result.recompute_busy, again, EXACT);
+    assert_within(outcome->result.optimizer_busy, optimizer, EXACT);
+    assert_within(outcome->result.busiest_compute, busiest, EXACT);
+    assert_within(outcome->result.efficiency * outcome->result.step_time, busiest, EXACT);
     free(lanes);
 }
 
@@ -503,7 +493,7 @@ static void check_breakdown(const struct result *result) {
         if (!(parts[i] >= -EXACT * result->step_time)) fail_msg("part %zu is %.17g", i, parts[i]);
         sum += parts[i];
     }
-    assert_near(sum, result->step_time, EXACT);
+    assert_within(sum, result->step_time, EXACT);
 }
 
 /* A change of memory. At one time what ends frees first, then what starts takes, then what both starts and
@@ -550,12 +540,12 @@ static void check_memory(const struct outcome *outcome) {
     outcome->result.system->needs(plan, &plan->memory, 1, needs);
     schedule_memory_peaks(schedule, &outcome->timeline, peaks);
     for (int g = 0; g < groups; g++) {
-        assert_near(needs[g].static_bytes, schedule->groups[g].static_bytes, EXACT);
+        assert_within(needs[g].static_bytes, schedule->groups[g].static_bytes, EXACT);
         assert_at_most(schedule->groups[g].static_bytes, peaks[g], "static bytes");
-        assert_near(peaks[g], played_peak(outcome, g), EXACT);
+        assert_within(peaks[g], played_peak(outcome, g), EXACT);
         most = fmax(most, peaks[g]);
     }
-    assert_near(outcome->result.peak_memory, most, EXACT);
+    assert_within(outcome->result.peak_memory, most, EXACT);
     free(peaks);
     free(needs);
 }
@@ -744,7 +734,7 @@ static void check_levers(const struct point *point, const char *system) {
         bool of_state = i >= 4;
         if (of_state ? with.static_bytes >= none.static_bytes : with.activations >= none.activations)
             fail_msg("%s saves nothing in %s", levers[i].name, system);
-        if (!of_state) assert_near(with.static_bytes, none.static_bytes, EXACT);
+        if (!of_state) assert_within(with.static_bytes, none.static_bytes, EXACT);
         assert_at_most(with.peak, none.peak, levers[i].name);
         assert_int_equal(with.forward[0], 6 * 8);
         assert_int_equal(with.forward[1], 6 * 8);
@@ -783,11 +773,11 @@ static void test_static_bytes(void **state) {
                     double held = 1500 * (2 + (grads == PRECISION_BF16 ? 2 : 4));
                     double optimizer = 4 + (moments == PRECISION_BF16 ? 4 : 8);
                     double elements = zero ? 1000.0 / 8 + 500.0 / 2 : 1500;
-                    assert_near(plan_static_bytes(&plan, shards, 2), held + !offload * optimizer * elements,
-                                EXACT);
+                    assert_within(plan_static_bytes(&plan, shards, 2), held + !offload * optimizer * elements,
+                                  EXACT);
                     point.model = &wide;
-                    assert_near(plan_static_bytes(&plan, shards, 2),
-                                held + 1500 * 2 + !offload * (optimizer - 4) * elements, EXACT);
+                    assert_within(plan_static_bytes(&plan, shards, 2),
+                                  held + 1500 * 2 + !offload * (optimizer - 4) * elements, EXACT);
                 }
 }
 
@@ -906,10 +896,21 @@ static void test_tuner_finds_the_best(void **state) {
         for (int k = 0; k < 2; k++) {
             struct outcome outcome = simulate(point, point->systems[k]);
             double found = outcome.result.step_time / outcome.result.plan.sequences;
-            assert_near(found, best_of_all(point, outcome.result.system), EXACT);
+            assert_within(found, best_of_all(point, outcome.result.system), EXACT);
             outcome_free(&outcome);
         }
         experiment_free(&experiment);
+    }
+}
+
+static void assert_nothing_fits(const struct point *point) {
+    for (int i = 0; i < 2; i++) {
+        struct plan plan;
+        struct errors errors = {0};
+        bool feasible = true;
+        assert_true(tune_point(system_named(point->systems[i]), point, &plan, &feasible, &errors));
+        assert_false(feasible);
+        assert_no_errors(&errors);
     }
 }
 
@@ -919,24 +920,10 @@ static void test_nothing_fits(void **state) {
     struct experiment experiment = plain(6, 1, "\"global_batch\":8");
     struct point *point = &experiment.points[0];
     point->cluster->gpu.memory_bytes = point->cluster->rates[RATE_MEMORY_RESERVE] + 1000;
-    for (int i = 0; i < 2; i++) {
-        struct plan plan;
-        struct errors errors = {0};
-        bool feasible = true;
-        assert_true(tune_point(system_named(point->systems[i]), point, &plan, &feasible, &errors));
-        assert_false(feasible);
-        assert_no_errors(&errors);
-    }
+    assert_nothing_fits(point);
     /* So does one in whose layout something is left to be searched. */
     point->parallel = (struct parallel){.pp = 2, .ep = 2, .groups = 2, .attn_gpus = 1};
-    for (int i = 0; i < 2; i++) {
-        struct plan plan;
-        struct errors errors = {0};
-        bool feasible = true;
-        assert_true(tune_point(system_named(point->systems[i]), point, &plan, &feasible, &errors));
-        assert_false(feasible);
-        assert_no_errors(&errors);
-    }
+    assert_nothing_fits(point);
     /* A layout and a memory that are given run all the same. */
     point->parallel.vpp = point->parallel.ffn_gpus = 1;
     point->auto_memory = point->auto_placement = false;

@@ -15,6 +15,7 @@ repository's root, whose cluster file lends its rates.
 #include "baselines/baselines.h"
 #include "disagmoe/placement.h"
 #include "sim/sim.h"
+#include "tests/cases.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -33,11 +34,6 @@ struct run {
     struct schedule *schedule;
     struct timeline timeline;
 };
-
-static void assert_near(double found, double expected, double relative) {
-    if (!(fabs(found - expected) <= relative * fmax(fabs(found), fabs(expected))))
-        fail_msg("found %.17g, expected %.17g", found, expected);
-}
 
 /* A small model on nodes × gpus_per_node GPUs; `rest` ends the manifest, whose layout must be whole. */
 struct shape {
@@ -197,10 +193,10 @@ static void check_megatron_chain(struct level level, int dense, int pp, int vpp)
                                 "\"micro_batches\":%d,\"parallel\":{\"pp\":%d,\"vpp\":%d,\"ep\":1},%s," COSTS,
                                 pp > 1 && vpp > 1 ? pp : 1, pp, vpp, memory);
     if (pp == 1 || vpp == 1)
-        assert_near(run.result.step_time, megatron_seconds(level, 8, dense, pp, vpp), EXACT);
+        assert_within(run.result.step_time, megatron_seconds(level, 8, dense, pp, vpp), EXACT);
     if (pp == 1) {
         struct bound bound = plan_bound(run.result.system, &run.result.plan);
-        assert_near(bound.busy, run.result.step_time - END, EXACT);
+        assert_within(bound.busy, run.result.step_time - END, EXACT);
     }
     bool full[2];
     int again[2] = {0}, per_stage = 8 / pp, micro_batches = run.result.plan.micro_batches;
@@ -244,12 +240,12 @@ static void check_ring_chain(struct level level, int p, int dense) {
                    p, memory);
     double now = EMBED_FWD + 6 * (A_FWD + DISPATCH + F_FWD + COMBINE) + HEAD;
     for (int l = 5; l >= 0; l--) now = ring_back(level, l / p, now);
-    assert_near(run.result.step_time, now + EMBED_BWD + END, EXACT);
+    assert_within(run.result.step_time, now + EMBED_BWD + END, EXACT);
     struct bound bound = plan_bound(run.result.system, &run.result.plan);
     bool waits =
         level.resend || (level.attention == ATTENTION_FULL && level.ffn == FFN_FULL); /* for a port */
     assert_true(bound.busy <= now + EMBED_BWD);
-    if (!waits) assert_near(bound.busy, now + EMBED_BWD, EXACT);
+    if (!waits) assert_within(bound.busy, now + EMBED_BWD, EXACT);
     run_free(&run);
 }
 
@@ -282,11 +278,11 @@ static void test_pipelined_transfers(void **state) {
         double two = step_and_free(
             run_system("megatron", (struct shape){4, dense, 1, 2, NULL},
                        "\"micro_batches\":1,\"parallel\":{\"pp\":2,\"vpp\":1,\"ep\":1}," COSTS));
-        assert_near(two, ends + layers + 2 * P2P + END, EXACT);
+        assert_within(two, ends + layers + 2 * P2P + END, EXACT);
         double several = step_and_free(
             run_system("megatron", (struct shape){4, dense, 1, 2, NULL},
                        "\"micro_batches\":5,\"parallel\":{\"pp\":1,\"vpp\":1,\"ep\":1}," COSTS));
-        assert_near(several, 5 * (ends + layers) + END, EXACT);
+        assert_within(several, 5 * (ends + layers) + END, EXACT);
     }
 }
 
@@ -317,8 +313,8 @@ static void test_instant_transfers(void **state) {
                     const char *system = k ? "disagmoe" : "megatron";
                     level_text(levels[i], memory, sizeof memory);
                     double dense = without_transfers(system, 8, 8, pp, m, memory);
-                    assert_near(without_transfers(system, 8, 0, pp, m, memory), dense, EXACT);
-                    assert_near(without_transfers(system, 8, 3, pp, m, memory), dense, EXACT);
+                    assert_within(without_transfers(system, 8, 0, pp, m, memory), dense, EXACT);
+                    assert_within(without_transfers(system, 8, 3, pp, m, memory), dense, EXACT);
                 }
 }
 
@@ -333,7 +329,7 @@ static void check_slower(const char *system, struct shape shape, const char *res
     double before = turned_and_free(run_system(system, shape, "%s", rest));
     shape.sweep = SLOWER;
     double after = turned_and_free(run_system(system, shape, "%s", rest));
-    assert_near(after - before, bytes / RATE, 1e-6);
+    assert_within(after - before, bytes / RATE, 1e-6);
 }
 
 static void test_slower_links(void **state) {
@@ -401,7 +397,7 @@ static void check_gathers(const char *system, const char *layout, int nodes, int
         double times = 0;
         if (op->kind == KIND_ATTENTION)
             times = op->pass == PASS_FORWARD ? 1 : op->pass == PASS_BACKWARD ? 2 : full;
-        assert_near(op->gather, times * g, EXACT);
+        assert_within(op->gather, times * g, EXACT);
         if (op->lane_count == 1 && op->layer >= 0)
             assert_true(fabs(op->duration - same->duration - times * g) < 1e-6 * op->duration + 1e-15);
         if (op->kind == KIND_DISPATCH)
@@ -443,7 +439,7 @@ static void test_communication_in_all(void **state) {
         const struct operation *op = &run.schedule->ops[i];
         seconds += operation_is_transfer(op) ? op->duration : op->gather;
     }
-    assert_near(run.result.comm_total, seconds, EXACT);
+    assert_within(run.result.comm_total, seconds, EXACT);
     run_free(&run);
 }
 
@@ -477,9 +473,9 @@ static double duration_on(const struct run *run, enum kind kind, int group) {
 }
 
 static void assert_end(const struct run *run, int group, struct end end) {
-    assert_near(duration_on(run, KIND_GRAD_SYNC, group), end.sync, EXACT);
-    assert_near(duration_on(run, KIND_PARAM_GATHER, group), end.gather, EXACT);
-    assert_near(duration_on(run, KIND_OPTIMIZER, group), end.optimizer, EXACT);
+    assert_within(duration_on(run, KIND_GRAD_SYNC, group), end.sync, EXACT);
+    assert_within(duration_on(run, KIND_PARAM_GATHER, group), end.gather, EXACT);
+    assert_within(duration_on(run, KIND_OPTIMIZER, group), end.optimizer, EXACT);
 }
 
 /* When a group has done all that is of some micro-batch, its ports included. */
@@ -507,9 +503,9 @@ static void check_end(int zero, int grads, int moments, int offload) {
     /* The one GPU of a stage computes, then reduces, updates and gathers. */
     double work =
         run.result.breakdown.attention + run.result.breakdown.ffn + run.result.breakdown.other_compute;
-    assert_near(run.result.step_time, work + end.sync + end.optimizer + end.gather, EXACT);
-    assert_near(run.result.breakdown.exposed_comm, end.sync + end.gather, EXACT);
-    assert_near(run.result.breakdown.optimizer, end.optimizer, EXACT);
+    assert_within(run.result.step_time, work + end.sync + end.optimizer + end.gather, EXACT);
+    assert_within(run.result.breakdown.exposed_comm, end.sync + end.gather, EXACT);
+    assert_within(run.result.breakdown.optimizer, end.optimizer, EXACT);
     run_free(&run);
     run = run_system("disagmoe", (struct shape){3, 0, 4, 1, NULL},
                      "\"micro_batches\":2,\"parallel\":{\"groups\":1,\"attn_gpus\":1,\"ffn_gpus\":1},"
@@ -527,7 +523,7 @@ static void check_end(int zero, int grads, int moments, int offload) {
             end_of(g ? all - attention + 3 * HIDDEN : attention, g ? 3 : 1, zero, grads, moments, offload);
         last = fmax(last, ready_of(&run, g) + of.sync + of.optimizer + of.gather);
     }
-    assert_near(run.result.step_time, last, EXACT);
+    assert_within(run.result.step_time, last, EXACT);
     run_free(&run);
 }
 
@@ -543,8 +539,8 @@ static double reduced(double parameters, int count) {
 }
 
 static void assert_holds(const struct run *run, int group, double parameters, double sync) {
-    assert_near(run->schedule->groups[group].static_bytes, (2 + 4 + 4 + 8) * parameters, EXACT);
-    assert_near(duration_on(run, KIND_GRAD_SYNC, group), sync, EXACT);
+    assert_within(run->schedule->groups[group].static_bytes, (2 + 4 + 4 + 8) * parameters, EXACT);
+    assert_within(duration_on(run, KIND_GRAD_SYNC, group), sync, EXACT);
 }
 
 /* Two stages of two GPUs, twice: what a stage shares is on four, an expert on two, a tied embedding on all
@@ -629,8 +625,8 @@ static void test_head_on_all_groups(void **state) {
             int parts = all ? p : 1, last_group = p + 4 % p, seen = 0;
             double there = 5 * (3 + 13 + 7) + 4 * 12, back = 5 * (15 + 13 + 7) + 4 * 12;
             double turn = 12.0 * (parts + 1) / parts + 300.0 / parts;
-            assert_near(run.result.step_time, there + turn + back, EXACT);
-            assert_near(plan_bound(run.result.system, &run.result.plan).busy, there + turn + back, EXACT);
+            assert_within(run.result.step_time, there + turn + back, EXACT);
+            assert_within(plan_bound(run.result.system, &run.result.plan).busy, there + turn + back, EXACT);
             for (int i = 0; i < run.schedule->op_count; i++) {
                 const struct operation *op = &run.schedule->ops[i];
                 bool head = op->kind == KIND_HEAD, of_last = op->kind == KIND_COMBINE && op->layer == 4;
@@ -639,12 +635,12 @@ static void test_head_on_all_groups(void **state) {
                 int group = all ? p + op->chunk : last_group;
                 if (head) {
                     assert_int_equal(op->lanes[0], lane_of(group, RESOURCE_COMPUTE));
-                    assert_near(op->duration, (op->pass == PASS_FORWARD ? 120.0 : 180.0) / parts, EXACT);
+                    assert_within(op->duration, (op->pass == PASS_FORWARD ? 120.0 : 180.0) / parts, EXACT);
                 } else {
                     bool forward = op->pass == PASS_FORWARD;
                     assert_int_equal(op->lanes[0], lane_of(forward ? last_group : group, RESOURCE_SEND));
                     assert_int_equal(op->lanes[1], lane_of(forward ? group : last_group, RESOURCE_RECV));
-                    assert_near(op->duration, 12.0 / parts, EXACT);
+                    assert_within(op->duration, 12.0 / parts, EXACT);
                 }
                 seen++;
             }
@@ -671,10 +667,10 @@ static void test_ring_waits_for_its_head(void **state) {
                     m, p, all ? "all-ffn" : "last-ffn");
                 /* The lower bound knows as much of it. */
                 struct bound bound = plan_bound(run.result.system, &run.result.plan);
-                if (!all) assert_near(bound.busy, run.result.step_time, EXACT);
+                if (!all) assert_within(bound.busy, run.result.step_time, EXACT);
                 seconds[all] = step_and_free(run);
             }
-            assert_near(seconds[0], (p - 1) * (f + b) + m * (f + b + head), EXACT);
+            assert_within(seconds[0], (p - 1) * (f + b) + m * (f + b + head), EXACT);
             if (p == 1) assert_true(seconds[1] == seconds[0]);
             assert_true(seconds[1] >= m * (f + b + head / p));
             if (p > 1 && m > 4) assert_true(seconds[1] < seconds[0]);
@@ -695,7 +691,7 @@ static void test_head_parameters(void **state) {
         for (int g = 0; g < 6; g++) bytes[all][g] = runs[all].schedule->groups[g].static_bytes;
     }
     double head = model_head_parameters(runs[0].experiment.points[0].model) * (2 + 4 + 4 + 8);
-    for (int g = 0; g < 6; g++) assert_near(bytes[1][g] - bytes[0][g], g == 3 || g == 4 ? head : 0, 1e-6);
+    for (int g = 0; g < 6; g++) assert_within(bytes[1][g] - bytes[0][g], g == 3 || g == 4 ? head : 0, 1e-6);
     /* The work of a micro-batch's head is the same, but for what each part starts with: weights and launches.
      */
     double once, parts;
@@ -732,8 +728,8 @@ static void check_some_layers(const char *system, struct level level) {
         run_free(&run);
     }
     assert_true(again[0] == 0 && again[1] > 0);
-    assert_near(again[2], 2 * again[1], EXACT);
-    assert_near(again[3], 3 * again[1], EXACT);
+    assert_within(again[2], 2 * again[1], EXACT);
+    assert_within(again[3], 3 * again[1], EXACT);
     for (int n = 1; n <= 3; n++) {
         assert_true(peak[n] < peak[n - 1]);
         assert_true(step[n] > step[0] && step[n] <= step[0] + again[n]);
@@ -843,7 +839,7 @@ static void test_outline(void **state) {
         for (int i = 0; i < run.schedule->op_count; i++)
             if (run.schedule->ops[i].layer >= 0 && run.schedule->ops[i].lane_count == 1)
                 sides[run.schedule->ops[i].kind == KIND_FFN] += run.schedule->ops[i].duration;
-        assert_near(run.result.system->outline(&run.result.plan).seconds, fmax(sides[0], sides[1]), EXACT);
+        assert_within(run.result.system->outline(&run.result.plan).seconds, fmax(sides[0], sides[1]), EXACT);
         assert_true((sides[1] > sides[0]) == (n == 1)); /* either is the busier one */
         run_free(&run);
     }
@@ -869,7 +865,7 @@ static void test_slow_replica(void **state) {
                            "\"attn_gpus\":1,\"ffn_gpus\":1},\"memory\":{},\"placement\":\"mixed-nodes\""));
         }
         assert_true(seconds[1] > 1.2 * seconds[0]);
-        assert_near(seconds[2], seconds[1], EXACT);
+        assert_within(seconds[2], seconds[1], EXACT);
     }
 }
 
@@ -977,7 +973,7 @@ static void check_modelled_replica(const struct run *run, const struct ring_plac
         const struct operation *op = &run->schedule->ops[i];
         if (op->layer == 0 && op->micro_batch == 0 && op->pass == PASS_FORWARD) modelled += op->duration;
     }
-    assert_near(modelled, slowest, EXACT);
+    assert_within(modelled, slowest, EXACT);
 }
 
 static bool straddles(const struct plan *plan, const struct ring_placement *placement) {

@@ -16,6 +16,7 @@ DISAGMOE_LONG=1 all that the figures in the README are of.
 
 #include "baselines/baselines.h"
 #include "sim/sim.h"
+#include "tests/cases.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -28,9 +29,7 @@ DISAGMOE_LONG=1 all that the figures in the README are of.
 /* ---- random points ----------------------------------------------------------------------------------- */
 
 static int cases(int few, int many) {
-    const char *sample = getenv("DISAGMOE_SAMPLE"), *all = getenv("DISAGMOE_LONG");
-    int divisor = sample ? atoi(sample) : 1, count = all ? many : few;
-    return divisor > 1 ? (count + divisor - 1) / divisor : count;
+    return sampled(getenv("DISAGMOE_LONG") ? many : few);
 }
 
 static int between(struct rng *rng, int low, int high) {
