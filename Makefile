@@ -75,18 +75,18 @@ $(BUILD)/%.o: %.c Makefile
 
 # Each check builds in a make of its own, started after set-up: what that installed is seen only then.
 PLAIN_RUNS    = $(patsubst %,plain:%,$(call programs,build) $(SCRIPTS))
-SANITIZE_RUNS = $(patsubst %,sanitize:%,$(call programs,build/sanitize) $(SCRIPTS))
-# The programs that have threads.
-THREADS_RUNS  = $(patsubst %,threads:%,$(filter %test_base %test_layers %executor_mpi,$(call programs,build/threads)))
-# Without test_tune: an exhaustive search takes too long there, and other tests tune under valgrind too.
-VALGRIND_RUNS = $(patsubst %,valgrind:%,$(filter-out %_mpi %test_tune,$(call programs,build/valgrind)))
+# Without test_tune here and under valgrind: an exhaustive search takes too long, and other tests tune there too.
+SANITIZE_RUNS = $(patsubst %,sanitize:%,$(filter-out %test_tune,$(call programs,build/sanitize)) $(SCRIPTS))
+# The slow ones, in one precision. The programs that have threads:
+THREADS_RUNS  = $(patsubst %,threads:%,$(filter %test_base %test_layers %executor_mpi,$(call single,build/threads)))
+VALGRIND_RUNS = $(patsubst %,valgrind:%,$(filter-out %_mpi %test_tune,$(call single,build/valgrind)))
 test: tests
 	@tests/run.sh $(PLAIN_RUNS)
 check: setup
 	@$(MAKE) tests
 	@$(MAKE) tests $(SANITIZE)
-	@$(MAKE) tests $(VALGRIND)
-	@$(MAKE) $(patsubst threads:%,%,$(THREADS_RUNS)) $(THREADS)
+	@$(MAKE) $(VALGRIND_RUNS:valgrind:%=%) $(VALGRIND)
+	@$(MAKE) $(THREADS_RUNS:threads:%=%) $(THREADS)
 	@tests/run.sh $(PLAIN_RUNS) $(SANITIZE_RUNS) $(THREADS_RUNS) $(VALGRIND_RUNS)
 check-long:
 	@DISAGMOE_LONG=1 $(MAKE) check
@@ -94,10 +94,10 @@ check-sanitize: setup
 	@$(MAKE) tests $(SANITIZE)
 	@tests/run.sh $(SANITIZE_RUNS)
 check-threads: setup
-	@$(MAKE) $(patsubst threads:%,%,$(THREADS_RUNS)) $(THREADS)
+	@$(MAKE) $(THREADS_RUNS:threads:%=%) $(THREADS)
 	@tests/run.sh $(THREADS_RUNS)
 check-valgrind: setup
-	@$(MAKE) tests $(VALGRIND)
+	@$(MAKE) $(VALGRIND_RUNS:valgrind:%=%) $(VALGRIND)
 	@tests/run.sh $(VALGRIND_RUNS)
 
 reproduce: setup

@@ -1,0 +1,140 @@
+/*
+The paper's roofline allocation: how many GPUs and NICs go to attention and to experts. Front door of
+core/allocate.
+
+Concepts
+- A roofline says how long one layer takes each side for a fixed number of tokens, whatever GPUs it has: the
+longer of its FLOPs over its GPUs and its bytes over its NICs (the paper's T_a and T_f, section 4).
+- An allocation problem is the integer program on it: GPUs and NICs of each side so that the slower side is as
+quick as can be (phase 1) with the best MFU among those (phase 2). The relaxed form is the paper's: one peak,
+the whole cluster's GPUs and NICs, nothing else constrained. The other takes what the cost model says of this
+plan: achieved rates, the plan's real NIC and NVLink bytes, whole nodes, memory.
+- Groups, context parallelism, placement and memory levers are enumerated outside: one small problem each. Its
+solution is a seed, ranked by the step time that the roofline predicts.
+- A local search goes on from a seed by an evaluator's word: the simulator's, or measured steps.
+- Moving shapes: a stream of sequence lengths, and policies that say when another allocation pays for moving
+weights and optimizer state (stream.c).
+
+Nothing here knows an executor: who calls fills the evaluator.
+*/
+#ifndef ALLOCATE_H
+#define ALLOCATE_H
+
+#include "plan/plan.h"
+
+/* ---- the roofline ------------------------------------------------------------------------------------ */
+
+/* One layer, the FLOPs and bytes of its tokens in a group's micro-batch. */
+struct roofline {
+    double attn_flops, ffn_flops;             /* model FLOPs, as MFU counts them */
+    double bytes;                             /* that either side sends, and receives, through NICs */
+    double peak_flops;                        /* of a GPU, the maker's: MFU divides by it */
+    double attn_flops_per_s, ffn_flops_per_s; /* of a GPU, achieved; relaxed: the peak */
+    double nic_bytes_per_s;
+    int gpus, nics; /* to be divided */
+};
+
+/* The paper's, of the whole cluster and one forward pass: one peak for both sides. sequences: of a
+ * micro-batch. */
+struct roofline roofline_relaxed(const struct point *point, double sequences);
+
+/* FLOPs per byte that one layer sends: by the paper's simplified forms (section 3: two-matrix FFN, heads ×
+   head dimension = hidden, not causal), and exact. */
+struct intensity {
+    double attention, ffn;
+};
+struct intensity intensity_of_paper(const struct model *model, int seq_len);
+struct intensity intensity_exact(const struct model *model, int seq_len);
+/* FLOPs per byte above which compute binds: FLOP/s of a GPU ÷ bytes/s of its NIC or NVLink port (Î). */
+double turning_point(double flops_per_s, double bytes_per_s);
+
+/* ---- the integer program ----------------------------------------------------------------------------- */
+
+struct allocation {
+    int attn_gpus, ffn_gpus, attn_nics, ffn_nics; /* of one group */
+};
+
+/* Seconds are for the same tokens whatever the allocation. Arrays start with one GPU or NIC: [0] of one. */
+struct allocation_problem {
+    int gpus, nics;                                   /* of a group: both sides together at most */
+    int most_attn_gpus, most_ffn_gpus;                /* lengths of the next two (experts bound an F-group) */
+    const double *attn_seconds, *ffn_seconds;         /* computing */
+    const double *attn_nic_seconds, *ffn_nic_seconds; /* (nics) sending or receiving */
+    /* Whole nodes: `blocks` groups in all stand on nodes that hold one component each. nodes 0: not asked. */
+    int nodes, gpus_per_node, nics_per_node, blocks;
+    bool mixed; /* nodes hold both components: only the totals are bounded */
+    /* Memory, bytes of a GPU: attn_static[m − 1] ≤ usable − attn_kept, and ffn_static[n − 1] + ffn_kept ·
+       m ÷ n ≤ usable, ffn_kept being what one A-GPU's tokens keep on the F side. usable INFINITY: not asked.
+     */
+    double usable, attn_kept, ffn_kept;
+    const double *attn_static, *ffn_static;
+    double flops, peak_flops; /* of both sides together; of a GPU */
+    int multiple;             /* attn_gpus is a multiple of it: context parallelism. 1: any */
+};
+
+struct allocation_solution {
+    struct allocation allocation;
+    double attn_seconds, ffn_seconds; /* T_a, T_f: the longer of computing and sending */
+    double mfu;                       /* flops ÷ (max(T_a, T_f) · GPUs chosen · peak) */
+    double solve_seconds;             /* of the solver: shown, never compared */
+};
+
+/* Phase 1: the least max(T_a, T_f). Phase 2: of these the highest MFU, which is the fewest GPUs. Phase 3: of
+   these the NICs with the shortest longest transfer, which costs nothing. Exact: each phase is proved by a
+   last problem that has no solution. False where nothing is allowed: `why` (128 bytes or more) names the
+   constraint that cannot hold. */
+bool allocation_solve(const struct allocation_problem *problem, struct allocation_solution *solution,
+                      char *why, size_t why_size);
+/* Phase 1's problem in CPLEX LP format. False when it could not be written: errors. */
+bool allocation_write_lp(const struct allocation_problem *problem, const char *file, struct errors *errors);
+
+/* ---- seeds ------------------------------------------------------------------------------------------- */
+
+/* A solved problem, and the plan it stands for. */
+struct seed {
+    struct plan
+        plan; /* parallel and placement whole; memory's levers as enumerated; order as the point gives it */
+    struct roofline roofline;
+    struct allocation_solution solution;
+    double predicted; /* seconds per sequence by the roofline, without bubbles and the step's end */
+};
+
+/* One problem for each of groups, replicas, cp, placement and memory levers that the point leaves open to
+   `system`, solved; the best predicted first. Those without a solution are left out; when all are, `why`
+   holds the commonest reason. The caller frees *seeds. Returns their number. */
+int allocation_seeds(const struct system *system, const struct point *point, struct seed **seeds, char *why,
+                     size_t why_size);
+/* The problem of a seed, for allocation_write_lp and reports. Everything is in the arena. */
+struct allocation_problem seed_problem(const struct seed *seed, struct arena *arena);
+
+/* ---- local search ------------------------------------------------------------------------------------ */
+
+/* What an executor says of a layout: seconds of a step per sequence; INFINITY where it does not fit or is
+   impossible. */
+struct evaluator {
+    const char *name; /* "sim", "cpu-ranks": in the log */
+    void *context;
+    double (*evaluate)(void *context, const struct plan *plan);
+};
+
+struct trial {
+    struct parallel parallel;
+    int placement;
+    double seconds; /* per sequence; INFINITY: does not fit */
+};
+
+struct search_options {
+    int radius;      /* GPUs and NICs that one step may move (the paper's r) */
+    int trials;      /* evaluations at most (the paper's K) */
+    int patience;    /* evaluations without a better layout before it stops; 0: never early */
+    const char *log; /* JSON lines, one a trial, appended as they come; those that are there already are not
+                        evaluated again. NULL: none */
+};
+
+/* From the seeds on, best first (the paper's algorithm 1). Writes the trials in order. Returns their number,
+   the best of them first in *best; 0 when there was an error. */
+int allocation_search(const struct evaluator *evaluator, const struct seed *seeds, int seed_count,
+                      const struct search_options *options, struct trial *trials, struct trial *best,
+                      struct errors *errors);
+
+#endif
