@@ -189,8 +189,9 @@ static void add_memory(struct choice *choices, int *count, const struct point *p
 }
 
 static void add_order(struct choice *choices, int *count, const struct order *order) {
-    const bool given[] = {order->wave > 0, order->waves_in_flight > 0, order->prefer != PREFER_OPEN};
-    static const char *const names[] = {"wave", "waves_in_flight", "prefer"};
+    static const char *const names[] = {"wave", "waves_in_flight", "prefer", "patient", "justified"};
+    const bool given[] = {order->wave > 0, order->waves_in_flight > 0, order->prefer != PREFER_OPEN,
+                          order->patient != FLAG_OPEN, order->justified != FLAG_OPEN};
     for (size_t i = 0; i < COUNT(names); i++)
         choices[(*count)++] =
             (struct choice){names[i], "order", given[i] ? CHOICE_GIVEN : CHOICE_SEARCHED, 0};
