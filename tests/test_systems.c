@@ -994,7 +994,7 @@ static int check_division(const struct run *run, const struct ring_placement *pl
     bool torn = straddles(plan, placement);
     int most = plan->point->cluster->nodes * plan->point->cluster->nics_per_node, tried = 0;
     for (int a = 1; a < most; a++)
-        for (int f = plan->placement == PLACEMENT_MIXED ? most - a : 1; a + f <= most; f++) {
+        for (int f = 1; a + f <= most; f++) {
             struct plan other = *plan;
             struct ring_placement stands;
             struct arena *arena = arena_new();
@@ -1042,6 +1042,12 @@ static void test_where_the_ring_stands(void **state) {
                 layout, sizeof layout,
                 "\"global_batch\":64,\"parallel\":{\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":3,\"cp\":2},"
                 "\"memory\":{},\"placement\":\"split-nodes\"");
+        }
+        if (i == 3) { /* the attention side finds more NICs where the other side asks for fewer */
+            shape = (struct shape){2, 0, 4, 4, NULL};
+            snprintf(layout, sizeof layout,
+                     "\"global_batch\":64,\"parallel\":{\"groups\":1,\"attn_gpus\":2,\"ffn_gpus\":14},"
+                     "\"memory\":{},\"placement\":\"mixed-nodes\"");
         }
         struct run run = run_system("disagmoe", shape, "%s", layout);
         struct ring_placement placement;

@@ -321,7 +321,8 @@ static void divide_split(struct division *division) {
     }
 }
 
-/* From equal numbers on, one NIC at a time as long as that helps. */
+/* From equal numbers on, one NIC at a time as long as that helps: from one side to the other, and fewer for
+   both, since a side on few nodes finds less of them left where the other asks for many. */
 static void divide_mixed_on(struct division *division, int nodes) {
     const struct plan *plan = division->plan;
     const struct parallel *parallel = &plan->parallel;
@@ -337,6 +338,11 @@ static void divide_mixed_on(struct division *division, int nodes) {
         }
     }
     try_division(division, own, total - own);
+    for (int each = half - 1; each > 0; each--) {
+        double now = try_division(division, each, each);
+        if (now > longest) break;
+        longest = now;
+    }
 }
 
 static void divide_mixed(struct division *division) {
