@@ -2,7 +2,7 @@
 # A build variant is a folder and extra flags: make BUILD=build/mine EXTRA=-DMINE. `make test TESTS=test_model` runs one test.
 # `make regimes REGIMES="--set sweep.seq_len=[4096]"` passes options on.
 
-PACKAGES := gcc make libcjson-dev libopenblas-dev libcmocka-dev openmpi-bin libopenmpi-dev python3-matplotlib valgrind
+PACKAGES := gcc make libcjson-dev libopenblas-dev libcmocka-dev libglpk-dev openmpi-bin libopenmpi-dev python3-matplotlib valgrind
 # Tests that are built in both precisions; tests/test_*_double.c are built in float64 alone.
 DOUBLE_TESTS := test_layers test_reference test_state_mpi test_executor_mpi test_checkpoint_mpi
 
@@ -17,7 +17,7 @@ MPI_CFLAGS := $(patsubst -I%,-isystem %,$(shell mpicc --showme:compile 2>/dev/nu
 MPI_LIBS   := $(shell mpicc --showme:link 2>/dev/null)
 CFLAGS   = -std=gnu11 $(OPT) -g -Wall -Wextra -Werror -ffp-contract=off
 CPPFLAGS = -MMD -MP -Icore -I. $(MPI_CFLAGS)
-LDLIBS   = -Wl,--as-needed -lcjson -lopenblas $(MPI_LIBS) -lpthread -lm
+LDLIBS   = -Wl,--as-needed -lcjson -lglpk -lopenblas $(MPI_LIBS) -lpthread -lm
 # Instrumented code draws false warnings from gcc; the plain build has the true ones.
 SANITIZE = BUILD=build/sanitize EXTRA='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -Wno-error'
 THREADS  = BUILD=build/threads EXTRA='-fsanitize=thread -fno-omit-frame-pointer -Wno-error'
