@@ -37,7 +37,8 @@ static void random_problem(struct rng *rng, struct random_problem *it) {
     bool whole = rng_below(rng, 2) == 0; /* few different seconds: many ties */
     double a = whole ? 12 : 0.1 + up_to(rng, 1), f = whole ? 12 : 0.1 + up_to(rng, 1);
     double v = rng_below(rng, 4) ? (whole ? 6 : up_to(rng, 1)) : 0;
-    int gpus = 1 + rng_below(rng, MOST), nics = 1 + rng_below(rng, MOST / 2), experts = 1 + rng_below(rng, 16);
+    int gpus = 1 + rng_below(rng, MOST), nics = 1 + rng_below(rng, MOST / 2),
+        experts = 1 + rng_below(rng, 16);
     *it = (struct random_problem){
         .problem = {.gpus = gpus,
                     .nics = nics,
@@ -92,7 +93,8 @@ static bool nodes_suffice(const struct allocation_problem *p, struct allocation 
     int g = p->gpus_per_node, n = p->nics_per_node, b = p->blocks;
     if (!p->nodes) return true;
     if (p->mixed)
-        return b * (a.attn_gpus + a.ffn_gpus) <= p->nodes * g && b * (a.attn_nics + a.ffn_nics) <= p->nodes * n;
+        return b * (a.attn_gpus + a.ffn_gpus) <= p->nodes * g &&
+               b * (a.attn_nics + a.ffn_nics) <= p->nodes * n;
     return larger(nodes_for(b * a.attn_gpus, g), nodes_for(b * a.attn_nics, n)) +
                larger(nodes_for(b * a.ffn_gpus, g), nodes_for(b * a.ffn_nics, n)) <=
            p->nodes;
@@ -187,7 +189,8 @@ static void test_brute_force(void **state) {
         assert_within(solution.mfu, p->flops / (slower(p, best) * (a.attn_gpus + a.ffn_gpus)), 1e-12);
         slowest = fmax(slowest, solution.solve_seconds);
     }
-    print_message("%d problems, %d without a solution; the longest took %.3f s\n", cases, impossible, slowest);
+    print_message("%d problems, %d without a solution; the longest took %.3f s\n", cases, impossible,
+                  slowest);
     assert_true(impossible > 0 && impossible < cases);
 }
 

@@ -34,8 +34,8 @@ struct roofline {
     int gpus, nics; /* to be divided */
 };
 
-/* The paper's, of the whole cluster and one forward pass: one peak for both sides. sequences: of a
- * micro-batch. */
+/* The paper's, of the whole cluster, `sequences` and one forward pass, a layer on average: one peak for both
+   sides, the maker's for NICs. */
 struct roofline roofline_relaxed(const struct point *point, double sequences);
 
 /* FLOPs per byte that one layer sends: by the paper's simplified forms (section 3: two-matrix FFN, heads ×
@@ -79,6 +79,11 @@ struct allocation_solution {
     double solve_seconds;             /* of the solver: shown, never compared */
 };
 
+/* Of a roofline alone: nothing but its GPUs and NICs is bounded. Everything is in the arena. */
+struct allocation_problem roofline_problem(const struct roofline *roofline, struct arena *arena);
+/* Whether some numbers of GPUs have the memory: what allocation_solve would say of it, at once. */
+bool allocation_has_memory(const struct allocation_problem *problem);
+
 /* Phase 1: the least max(T_a, T_f). Phase 2: of these the highest MFU, which is the fewest GPUs. Phase 3: of
    these the NICs with the shortest longest transfer, which costs nothing. Exact: each phase is proved by a
    last problem that has no solution. False where nothing is allowed: `why` (128 bytes or more) names the
@@ -90,22 +95,34 @@ bool allocation_write_lp(const struct allocation_problem *problem, const char *f
 
 /* ---- seeds ------------------------------------------------------------------------------------------- */
 
-/* A solved problem, and the plan it stands for. */
+/* A shape is all but the allocation: groups, replicas, cp, placement and memory levers. A seed is a shape's
+   problem solved, and the plan it stands for. */
 struct seed {
-    struct plan
-        plan; /* parallel and placement whole; memory's levers as enumerated; order as the point gives it */
-    struct roofline roofline;
+    struct plan plan;         /* layout and memory whole, sized and settled; order as the point gives it */
+    struct roofline roofline; /* of the passes of a training step, both directions, with achieved rates */
+    struct allocation_problem problem;
     struct allocation_solution solution;
-    double predicted; /* seconds per sequence by the roofline, without bubbles and the step's end */
+    double predicted; /* seconds per sequence by the roofline: the slower side of the fullest group for each
+                         micro-batch, and one micro-batch's way through the ring; without the step's end */
+};
+struct seeds {
+    struct seed *list; /* the best predicted first */
+    int count;
+    int shapes, problems; /* looked at; solved */
+    double solve_seconds; /* of the slowest */
+    char why[192];        /* when there is none: what could not hold, of the shape that came last */
+    struct arena *arena;
 };
 
-/* One problem for each of groups, replicas, cp, placement and memory levers that the point leaves open to
-   `system`, solved; the best predicted first. Those without a solution are left out; when all are, `why`
-   holds the commonest reason. The caller frees *seeds. Returns their number. */
-int allocation_seeds(const struct system *system, const struct point *point, struct seed **seeds, char *why,
-                     size_t why_size);
-/* The problem of a seed, for allocation_write_lp and reports. Everything is in the arena. */
-struct allocation_problem seed_problem(const struct seed *seed, struct arena *arena);
+/* At most `most` seeds: one problem for each shape that the point leaves open to `system`, with the memory
+   levers that recompute least among those that fit; shapes whose roofline cannot come below the last seed's
+   are left out. The system has sides. */
+struct seeds allocation_seeds(const struct system *system, const struct point *point, int most);
+/* The seed of a shape that a plan is of (its groups, replicas, cp, placement and memory), whatever its
+   allocation. False: errors say what cannot hold. */
+bool allocation_seed(const struct system *system, const struct plan *plan, struct seed *seed,
+                     struct arena *arena, struct errors *errors);
+void seeds_free(struct seeds *seeds);
 
 /* ---- local search ------------------------------------------------------------------------------------ */
 

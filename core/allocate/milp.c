@@ -13,9 +13,10 @@ of seconds make the problem linear:
     blocks · Σ n·f[n] ≤ gpus_per_node · F        (NICs likewise)
     Σ m·a[m] ≤ Σ most[n] · f[n]     most[n]: A-GPUs whose tokens n F-GPUs have memory for
 
-A solver works with tolerances, tables do not. So what it finds is read as four whole numbers, its seconds come
-from the tables, and it is the best when the same problem without anything as slow has no solution: a question
-about binaries alone. Phase 2 and 3 fix what the phase before has proved by leaving out all that is slower.
+A solver works with tolerances, tables do not. So what it finds is read as four whole numbers, its seconds
+come from the tables, and it is the best when the same problem without anything as slow has no solution: a
+question about binaries alone. Phase 2 and 3 fix what the phase before has proved by leaving out all that is
+slower.
 */
 #include "allocate/allocate.h"
 
@@ -244,15 +245,14 @@ static void add_goal(struct program *program, const struct request *request, str
 }
 
 static struct program program_new(const struct allocation_problem *problem, const struct request *request) {
-    struct program program = {
-        .problem = problem,
-        .glpk = glp_create_prob(),
-        .tables = {{problem->attn_seconds, problem->most_attn_gpus, 0, "attn_gpus"},
-                   {problem->ffn_seconds, problem->most_ffn_gpus, 0, "ffn_gpus"},
-                   {problem->attn_nic_seconds, problem->nics, 0, "attn_nics"},
-                   {problem->ffn_nic_seconds, problem->nics, 0, "ffn_nics"}}};
-    size_t most = 8 + (size_t)problem->most_attn_gpus + (size_t)problem->most_ffn_gpus +
-                  2 * (size_t)problem->nics;
+    struct program program = {.problem = problem,
+                              .glpk = glp_create_prob(),
+                              .tables = {{problem->attn_seconds, problem->most_attn_gpus, 0, "attn_gpus"},
+                                         {problem->ffn_seconds, problem->most_ffn_gpus, 0, "ffn_gpus"},
+                                         {problem->attn_nic_seconds, problem->nics, 0, "attn_nics"},
+                                         {problem->ffn_nic_seconds, problem->nics, 0, "ffn_nics"}}};
+    size_t most =
+        8 + (size_t)problem->most_attn_gpus + (size_t)problem->most_ffn_gpus + 2 * (size_t)problem->nics;
     struct row row = {must_alloc(most * sizeof(int)), must_alloc(most * sizeof(double)), 0};
     glp_set_prob_name(program.glpk, "allocation");
     glp_set_obj_dir(program.glpk, GLP_MIN);
@@ -393,6 +393,15 @@ static void explain(const struct allocation_problem *problem, char *why, size_t 
         return;
     }
     snprintf(why, size, "several constraints at once: no single one can be left out so that something fits");
+}
+
+bool allocation_has_memory(const struct allocation_problem *problem) {
+    bool attention = false, ffn = false;
+    for (int m = problem->multiple; m <= problem->most_attn_gpus; m += problem->multiple)
+        attention |= attention_fits(problem, m);
+    for (int n = 1; n <= problem->most_ffn_gpus; n++)
+        ffn |= most_attention_gpus(problem, n) >= problem->multiple;
+    return attention && ffn;
 }
 
 /* ---- front door -------------------------------------------------------------------------------------- */

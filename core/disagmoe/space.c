@@ -5,6 +5,7 @@ The ring's space: its layouts, what they need, and how fast they can be at best.
 
 #include "disagmoe/ring.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -77,6 +78,15 @@ static bool settle(struct plan *plan, struct errors *errors) {
     bool placed = placement_make(plan, arena, &placement, errors);
     arena_free(arena);
     return placed;
+}
+
+static struct sides sides(const struct plan *plan, int group, struct arena *arena) {
+    struct ring_placement placement;
+    struct errors errors = {0};
+    placement_make(plan, arena, &placement, &errors); /* settle has seen to it */
+    assert(errors.count == 0);
+    int next = (group + 1) % plan->parallel.groups;
+    return (struct sides){placement.attention[group], placement.ffn[group], placement.attention[next]};
 }
 
 /* ---- layouts ----------------------------------------------------------------------------------------- */
@@ -380,6 +390,7 @@ const struct system disagmoe = {
     .layouts = layouts,
     .size = size,
     .settle = settle,
+    .sides = sides,
     .outline = outline,
     .groups = groups,
     .needs = needs,

@@ -359,6 +359,9 @@ struct system {
     bool (*size)(struct plan *plan, struct errors *errors);
     /* Fills what is computed and not searched. NULL: nothing is. Behind size; errors as there. */
     bool (*settle)(struct plan *plan, struct errors *errors);
+    /* Of a system whose groups have GPUs for attention and others for the feed-forward part: the two sides of
+       one group of a settled plan, and the next group's attention, in the arena. NULL: each GPU does both. */
+    struct sides (*sides)(const struct plan *plan, int group, struct arena *arena);
     /* A bound that needs nothing settled; NULL: there is none. */
     struct bound (*outline)(const struct plan *plan);
     /* Groups of the schedule. */
