@@ -101,10 +101,14 @@ struct seed {
     struct plan plan;         /* layout and memory whole, sized and settled; order as the point gives it */
     struct roofline roofline; /* of the passes of a training step, both directions, with achieved rates */
     struct allocation_problem problem;
+    double even_attn_gpus; /* whose micro-batch the problem's seconds are for */
     struct allocation_solution solution;
     double predicted; /* seconds per sequence by the roofline: the slower side of the fullest group for each
                          micro-batch, and one micro-batch's way through the ring; without the step's end */
 };
+/* The prediction for another allocation of the seed's shape, a sized plan; NAN where the seed is blind (no
+   roofline), INFINITY where the tables do not reach. */
+double seed_predict(const struct seed *seed, const struct plan *plan);
 struct seeds {
     struct seed *list; /* the best predicted first */
     int count;
@@ -124,34 +128,65 @@ bool allocation_seed(const struct system *system, const struct plan *plan, struc
                      struct arena *arena, struct errors *errors);
 void seeds_free(struct seeds *seeds);
 
+/* A point's table of costs, which holds for the groups that its parallel gives, for other groups: attention's
+   seconds are those of a GPU's own tokens and stay, the feed-forward part's follow tokens and GPUs, transfers
+   tokens and the fewer NICs. */
+struct cost_table allocation_table(const struct point *point, int attn_gpus, int ffn_gpus, int nics);
+
 /* ---- local search ------------------------------------------------------------------------------------ */
 
-/* What an executor says of a layout: seconds of a step per sequence; INFINITY where it does not fit or is
-   impossible. */
+/* What an executor says of a layout (parallel and placement of the plan, which is sized and settled): seconds
+   of a step per sequence; INFINITY where it does not fit. Called by several threads at a time. */
 struct evaluator {
-    const char *name; /* "sim", "cpu-ranks": in the log */
+    const char *name; /* "sim", "cpu": in the log */
+    const struct system *system;
     void *context;
     double (*evaluate)(void *context, const struct plan *plan);
+    int threads; /* at once; 1 where measured steps would disturb each other */
 };
 
 struct trial {
-    struct parallel parallel;
-    int placement;
-    double seconds; /* per sequence; INFINITY: does not fit */
+    struct plan plan;
+    double predicted; /* by the roofline of its shape; NAN: there is none */
+    double seconds;   /* per sequence; INFINITY: does not fit */
 };
 
 struct search_options {
-    int radius;      /* GPUs and NICs that one step may move (the paper's r) */
+    int radius;      /* GPUs or NICs that a neighbour has more or fewer on either side (the paper's r) */
     int trials;      /* evaluations at most (the paper's K) */
     int patience;    /* evaluations without a better layout before it stops; 0: never early */
-    const char *log; /* JSON lines, one a trial, appended as they come; those that are there already are not
-                        evaluated again. NULL: none */
+    const char *log; /* JSON lines, one a trial, as they come; what is there already is not evaluated again.
+                        NULL: none */
+    const char *identity;     /* of what is searched: a log of something else is refused */
+    const volatile int *stop; /* NULL, or ends the search early when it is not 0 */
 };
 
-/* From the seeds on, best first (the paper's algorithm 1). Writes the trials in order. Returns their number,
-   the best of them first in *best; 0 when there was an error. */
-int allocation_search(const struct evaluator *evaluator, const struct seed *seeds, int seed_count,
-                      const struct search_options *options, struct trial *trials, struct trial *best,
-                      struct errors *errors);
+struct search {
+    struct trial *trials; /* in the order in which they were tried */
+    int count, best;      /* best: −1 where nothing fits */
+    int reused;           /* that the log knew */
+};
+
+/* The paper's algorithm 1 from several seeds: the best predicted first, then the neighbours of the best
+   layout found, the best predicted first, until none is better. Tried in rounds of eight, so that what is
+   tried does not depend on the number of threads. seeds (count): those of allocation_seeds, or blind ones.
+   The caller frees trials. False: errors say what is wrong with the log. */
+bool allocation_search(const struct evaluator *evaluator, const struct seed *seeds, int count,
+                       const struct search_options *options, struct search *search, struct errors *errors);
+
+/* To begin from scratch: for every number of groups that is a power of two, one replica on all GPUs, divided
+   evenly; without a roofline. */
+struct seeds allocation_even_seeds(const struct system *system, const struct point *point);
+
+/* Every groups, attn_gpus, ffn_gpus, and every division of the NICs that are there between the sides, or
+   equal numbers of fewer, at the cp, placement, memory and order of `like`. What a lower bound shows to be
+   slower than the best so far is not evaluated. */
+struct exhaustive {
+    struct trial best;
+    int64_t layouts; /* all that there are */
+    int evaluations;
+};
+struct exhaustive allocation_exhaustive(const struct evaluator *evaluator, const struct plan *like,
+                                        const volatile int *stop);
 
 #endif

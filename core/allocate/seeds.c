@@ -59,6 +59,14 @@ static struct layer_cost cost_with(const struct plan *plan, int layer, struct si
     return plan_computation_cost(plan, layer, plan->memory.recompute, sides);
 }
 
+/* A table of costs holds for the groups that the manifest gives: what becomes of its feed-forward seconds
+   with the plan's A-GPUs' tokens on n F-GPUs. 1 without a table. */
+static double table_share(const struct shape *shape, const struct plan *plan, int n) {
+    const struct parallel *given = &shape->point->parallel;
+    if (!shape->point->table) return 1;
+    return (double)plan->parallel.attn_gpus / given->attn_gpus * given->ffn_gpus / n;
+}
+
 /* Seconds of attention and of the feed-forward part on n GPUs, a layer on average. */
 static void average_layer(const struct shape *shape, const struct plan *plan, double *attention, double *ffn,
                           struct arena *arena) {
@@ -70,7 +78,7 @@ static void average_layer(const struct shape *shape, const struct plan *plan, do
         if (part == 0) continue;
         for (int n = 1; n <= shape->most_ffn; n++) {
             struct layer_cost cost = cost_with(plan, layer, shape->sides, n, gpus);
-            ffn[n - 1] += part * sum_of(cost.ffn);
+            ffn[n - 1] += part * sum_of(cost.ffn) * table_share(shape, plan, n);
             if (n == 1) *attention += part * sum_of(cost.attention);
         }
     }
@@ -112,14 +120,14 @@ static double dispatch_bytes(const struct shape *shape, const struct plan *plan)
     return copies / model->layers * plan_tokens(plan) * plan->parallel.attn_gpus * model_hidden_bytes(model);
 }
 
-/* Seconds of one transfer through a number of NICs. Under a table of costs, those of the plan's scaled. */
+/* Seconds of one transfer through a number of NICs. */
 static double transfer_seconds(const struct shape *shape, const struct plan *plan, int nics) {
     const struct cluster *cluster = shape->point->cluster;
-    const struct cost_table *table = shape->point->table;
     const struct parallel *parallel = &plan->parallel;
-    if (table) {
-        double at = parallel->attn_nics < parallel->ffn_nics ? parallel->attn_nics : parallel->ffn_nics;
-        return fmax(table->dispatch_s, table->combine_s) * fmax(1, at) / nics;
+    if (shape->point->table) {
+        struct cost_table scaled =
+            allocation_table(shape->point, parallel->attn_gpus, parallel->ffn_gpus, nics);
+        return fmax(scaled.dispatch_s, scaled.combine_s);
     }
     double bytes = dispatch_bytes(shape, plan), part = nic_part(shape);
     int fewer = parallel->attn_gpus < parallel->ffn_gpus ? parallel->attn_gpus : parallel->ffn_gpus;
@@ -190,6 +198,23 @@ static void fill_memory(const struct shape *shape, const struct plan *plan,
     problem->ffn_kept = (whole * at[1].kept_bytes + at[1].backward_bytes) * n / m;
 }
 
+/* ---- tables of costs --------------------------------------------------------------------------------- */
+
+struct cost_table allocation_table(const struct point *point, int attn_gpus, int ffn_gpus, int nics) {
+    const struct parallel *given = &point->parallel;
+    struct cost_table table = *point->table;
+    double tokens = (double)attn_gpus / given->attn_gpus, experts = tokens * given->ffn_gpus / ffn_gpus;
+    int a_nics = given->attn_nics > 0 ? given->attn_nics : given->attn_gpus;
+    int f_nics = given->ffn_nics > 0 ? given->ffn_nics : given->ffn_gpus;
+    double through = tokens * (a_nics < f_nics ? a_nics : f_nics) / nics;
+    double *seconds[] = {&table.ffn_fwd_s, &table.ffn_bwd_s, &table.ffn_wgrad_s, &table.head_fwd_s,
+                         &table.head_bwd_s};
+    for (size_t i = 0; i < COUNT(seconds); i++) *seconds[i] *= experts;
+    table.dispatch_s *= through;
+    table.combine_s *= through;
+    return table;
+}
+
 /* ---- one shape ----------------------------------------------------------------------------------------- */
 
 static int divisor_below(int total, int cp) {
@@ -241,6 +266,7 @@ static void fill_seed(const struct shape *shape, const struct plan *plan, struct
     roofline.gpus = shape->total;
     roofline.nics = nics;
     seed->roofline = roofline;
+    seed->even_attn_gpus = m;
 
     add_ends(shape, plan, &attention, ffn);
     struct allocation_problem *problem = &seed->problem;
@@ -267,14 +293,23 @@ static void fill_seed(const struct shape *shape, const struct plan *plan, struct
                                            .multiple = parallel->cp};
 }
 
-/* Seconds of a micro-batch of `sequences` on the way through all layers: computations one after the other,
-   two transfers forward and two or three backward. */
-static double way_through(const struct seed *seed, double scale, int layers) {
+/* The slower side of the fullest group for each micro-batch but one, and that one's way through all layers:
+   computations one after the other, two transfers forward and two or three backward. */
+double seed_predict(const struct seed *seed, const struct plan *plan) {
     const struct allocation_problem *problem = &seed->problem;
-    struct allocation a = seed->solution.allocation;
-    double lane = fmax(problem->attn_nic_seconds[a.attn_nics - 1], problem->ffn_nic_seconds[a.ffn_nics - 1]);
-    return scale * layers *
-           (problem->attn_seconds[a.attn_gpus - 1] + problem->ffn_seconds[a.ffn_gpus - 1] + 2 * lane);
+    const struct parallel *parallel = &plan->parallel;
+    int nics = parallel->attn_nics < parallel->ffn_nics ? parallel->attn_nics : parallel->ffn_nics;
+    if (!problem->attn_seconds) return NAN;
+    if (nics == NICS_SHARED) nics = problem->nics / 2 > 0 ? problem->nics / 2 : 1;
+    if (parallel->attn_gpus > problem->most_attn_gpus || parallel->ffn_gpus > problem->most_ffn_gpus ||
+        nics > problem->nics)
+        return INFINITY;
+    double attention = problem->attn_seconds[parallel->attn_gpus - 1];
+    double ffn = problem->ffn_seconds[parallel->ffn_gpus - 1], lane = problem->attn_nic_seconds[nics - 1];
+    int layers = plan->point->model->layers, fullest = (layers + parallel->groups - 1) / parallel->groups;
+    double slower = fmax(lane, fmax(attention, ffn)), way = layers * (attention + ffn + 2 * lane);
+    double scale = parallel->attn_gpus / seed->even_attn_gpus;
+    return scale * (way + (plan->micro_batches - 1) * fullest * slower) / plan->sequences;
 }
 
 /* The plan of the solution, and what the roofline predicts of it. False where the placement of GPUs and NICs
@@ -283,7 +318,6 @@ static bool settle_seed(const struct shape *shape, struct seed *seed) {
     struct allocation a = seed->solution.allocation;
     struct plan *plan = &seed->plan;
     struct errors errors = {0};
-    double even = plan->parallel.attn_gpus;
     plan->parallel.attn_gpus = a.attn_gpus;
     plan->parallel.ffn_gpus = a.ffn_gpus;
     plan->parallel.attn_nics = plan->parallel.ffn_nics = 0;
@@ -301,10 +335,7 @@ static bool settle_seed(const struct shape *shape, struct seed *seed) {
     }
     errors_free(&errors);
     if (!good) return false;
-    double scale = a.attn_gpus / even, slower = fmax(seed->solution.attn_seconds, seed->solution.ffn_seconds);
-    double step = way_through(seed, scale, shape->point->model->layers) +
-                  (plan->micro_batches - 1) * shape->layers * slower * scale;
-    seed->predicted = step / plan->sequences;
+    seed->predicted = seed_predict(seed, plan);
     return true;
 }
 
@@ -511,6 +542,23 @@ struct seeds allocation_seeds(const struct system *system, const struct point *p
             if (total != before) try_groups(&hunt, p, total);
             before = total;
         }
+    }
+    return seeds;
+}
+
+struct seeds allocation_even_seeds(const struct system *system, const struct point *point) {
+    struct seeds seeds = {.arena = arena_new(), .why = "GPUs: the cluster has too few for one group"};
+    seeds.list = must_alloc(32 * sizeof *seeds.list);
+    int gpus = cluster_gpus(point->cluster), cp = point->parallel.cp ? point->parallel.cp : 1;
+    for (int p = 1; p <= gpus / 2 && p <= point->model->layers && seeds.count < 32; p *= 2) {
+        if (!is_open_to(point->parallel.groups, p)) continue;
+        struct errors errors = {0};
+        struct parallel parallel = {.groups = p, .cp = cp};
+        struct shape shape = {.system = system, .point = point, .total = gpus / p};
+        shape.most_ffn = point->model->moe.experts;
+        if (shape_place(&shape, &parallel, point->placement, seeds.arena, &errors))
+            seeds.list[seeds.count++] = (struct seed){.plan = shape.even, .predicted = NAN};
+        errors_free(&errors);
     }
     return seeds;
 }

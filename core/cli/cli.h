@@ -19,7 +19,7 @@ struct verb {
 };
 
 extern const struct verb verb_sim, verb_schedule, verb_check, verb_train, verb_import, verb_systems,
-    verb_bench, verb_regimes;
+    verb_bench, verb_regimes, verb_plan;
 
 /* ---- options ----------------------------------------------------------------------------------------- */
 
@@ -86,6 +86,10 @@ bool is_missing(const struct verb *verb, const char *text, const char *what);
 /* "4K" for 4096, else digits; buffer of at least 16 bytes. */
 const char *sequence_text(int seq_len, char *buffer);
 #define TABLE_WIDTH 80
+/* Three significant digits with a unit prefix: "812 G". */
+const char *scaled_text(double value, char *buffer, size_t size);
+/* "2x pp8 v2 ep16" or "2x1x(20+12)m": replicas x groups x (A+F GPUs), and cp. */
+const char *layout_text(const struct plan *plan, char *buffer, size_t size);
 /* Prints a line, broken at TABLE_WIDTH behind spaces and commas where there are some; what follows is
  * indented. */
 void print_wrapped(const char *text, FILE *stream);

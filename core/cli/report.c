@@ -20,8 +20,7 @@ worker's computation. The speedup of two systems is the quotient of the same pro
 #include <string.h>
 #include <unistd.h>
 
-/* Three significant digits with a unit prefix: "812 G". */
-static const char *scaled_text(double value, char *buffer, size_t size) {
+const char *scaled_text(double value, char *buffer, size_t size) {
     static const char *const prefixes[] = {"", " K", " M", " G", " T"};
     size_t prefix = 0;
     for (; value >= 1000 && prefix + 1 < COUNT(prefixes); prefix++) value /= 1000;
@@ -35,8 +34,7 @@ static const char *scaled_text(double value, char *buffer, size_t size) {
 
 /* ---- records ----------------------------------------------------------------------------------------- */
 
-/* "ep16 pp8 v2" or "4x(20+12)", and the replicas. */
-static const char *layout_text(const struct plan *plan, char *buffer, size_t size) {
+const char *layout_text(const struct plan *plan, char *buffer, size_t size) {
     const struct parallel *parallel = &plan->parallel;
     char cp[16] = "";
     if (parallel->cp > 1) snprintf(cp, sizeof cp, " cp%d", parallel->cp);
