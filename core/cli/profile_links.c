@@ -111,8 +111,8 @@ int measure_links(const struct profile *profile, MPI_Comm world, int rank, int r
     links.list = links_measure(world, profile->repeats, &links.count);
     if (rank == 0 && profile->options.json) print_links_json(&links, profile->repeats);
     if (rank == 0 && !profile->options.json) {
-        printf("links between %d ranks, in %d rounds of pairs at the same time: messages of %d MiB one way,\n"
-               "latency of one byte; medians of %d\n",
+        printf("%d ranks, all pairs in %d rounds, those of a round at once. One way: messages\n"
+               "of %d MiB, latency of one byte; medians of %d\n",
                ranks, link_rounds(ranks), LINK_BYTES >> 20, profile->repeats);
         print_kind(&links, false);
         print_kind(&links, true);

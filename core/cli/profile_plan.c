@@ -2,10 +2,10 @@
 disagmoe profile MANIFEST: what a plan's layers and transfers take here, beside what the cost model makes of
 the rates measured, and beside a short real training.
 
-Three figures of each component: by the cost model with the cluster file just measured (the roofline),
-measured by itself (the table of costs), and in the run, where others share the machine and the executor's own
-work comes on top. The whole step likewise: simulated with the cluster file, simulated with the table,
-measured.
+Three figures of each component and of the whole step: by the cost model with the cluster file just measured
+(the roofline), measured by itself (the table of costs), and in the run, where others share the machine and
+the executor's own work comes on top. The whole step likewise: simulated with the cluster file, simulated with
+the table, measured.
 */
 #include "cli/profile.h"
 #include "cli/together.h"
@@ -85,6 +85,7 @@ struct session {
     struct profile *profile;
     const struct system *system;
     struct point *point;
+    int given_dtype; /* of the manifest's model */
     struct plan plan;
     MPI_Comm comm;
     int rank;
@@ -96,7 +97,7 @@ struct session {
     double roofline[COUNT(components)];
     struct spread in_run[COUNT(components)]; /* median NAN: not there */
     struct spread step;                      /* of the training */
-    double by_costs, by_cluster;             /* the step simulated */
+    double by_costs, by_cluster, by_run;     /* the step simulated; by_run: with the run's own durations */
     cJSON *cluster_file, *costs_file;
     struct errors errors;
 };
@@ -107,9 +108,11 @@ enum { OWN_DTYPE = DTYPE_FP64 };
 enum { OWN_DTYPE = DTYPE_FP32 };
 #endif
 
-static struct point *point_of(const struct experiment *experiment) {
+/* The point with the dtype that this program computes in, whichever the manifest has. */
+static struct point *point_of(const struct experiment *experiment, int *given_dtype) {
     struct point *point = experiment->points[0].variants[0];
-    point->model->dtype = OWN_DTYPE; /* what is computed here */
+    if (given_dtype) *given_dtype = point->model->dtype;
+    point->model->dtype = OWN_DTYPE;
     return point;
 }
 
@@ -129,7 +132,7 @@ static bool load(struct session *session) {
         errors_add(errors, manifest, "systems", "found %d; a single one is needed: choose with --system",
                    experiment->points[0].system_count);
     if (errors->count) return false;
-    session->point = point_of(experiment);
+    session->point = point_of(experiment, &session->given_dtype);
     session->system = system_named(experiment->points[0].systems[0]);
     if (!(session->system->executors & EXECUTOR_CPU))
         errors_add(errors, manifest, "systems", "found %s, which is not run by the cpu executor",
@@ -194,7 +197,7 @@ static double simulate_with(struct session *session, const char *path, const cJS
         struct result result;
         struct schedule *schedule;
         struct timeline timeline = {0};
-        plan.point = point_of(&experiment);
+        plan.point = point_of(&experiment, NULL);
         simulate_plan(session->system, &plan, &result, &schedule, &timeline);
         step_time = result.step_time;
         for (size_t i = 0; seconds && i < COUNT(components); i++)
@@ -311,14 +314,18 @@ static void print_heading(const struct session *session) {
              machine->repeats);
     print_wrapped(text.text, stdout);
     free(text.text);
+    if (session->given_dtype != OWN_DTYPE)
+        printf("note: model.dtype is %s; this program computes in %s, and figures are of that\n",
+               choice_word(session->profile->arena, DTYPE_CHOICES, session->given_dtype),
+               choice_word(session->profile->arena, DTYPE_CHOICES, OWN_DTYPE));
     int here = machine->ranks / machine->hosts;
     if (here <= machine->processors) return;
     text = (struct text){0};
     text_add(
         &text,
-        "note: %d ranks share %d processor%s. A figure is what one rank gets while all are at work; in the "
-        "run some wait for others, and the rest have more of the processors meanwhile. So a step that is "
-        "simulated with these figures lasts longer than the real one where many wait.",
+        "note: %d ranks share %d processor%s. A figure is what one rank gets while all are at work. In the "
+        "run some wait, and the others compute faster; but who has something to do may have to wait for a "
+        "processor, which no simulation knows of. So simulated and measured steps need not agree here.",
         here, machine->processors, machine->processors > 1 ? "s" : "");
     print_wrapped(text.text, stdout);
     free(text.text);
@@ -337,7 +344,7 @@ static void print_table(const struct session *session) {
         print_time(cost.low);
         print_time(cost.high);
         print_ratio(session->roofline[i], cost.median);
-        printf("%s\n", used ? "" : "  not used");
+        printf("%s\n", used ? "" : " unused");
     }
     printf("\n%-20s %10s %10s %10s %10s %8s\n", "in the run", "measured", "in run", "least", "most",
            "mea/run");
@@ -366,7 +373,14 @@ static void print_table(const struct session *session) {
     print_time(session->by_cluster);
     printf(" %10s", "");
     print_ratio(session->by_cluster, session->step.median);
+    printf("\n%-42s", "simulated with the run's own durations");
+    print_time(session->by_run);
+    printf(" %10s", "");
+    print_ratio(session->by_run, session->step.median);
     printf("\n");
+    print_wrapped("What the run's own durations leave unexplained lies between operations: threads and ranks "
+                  "that hand over to one another.",
+                  stdout);
 }
 
 static void add_spread(cJSON *object, const char *key, struct spread spread) {
@@ -408,6 +422,7 @@ static void print_json(struct session *session) {
     add_spread(step, "measured_s", session->step);
     json_add_number(step, "simulated_with_costs_s", session->by_costs);
     json_add_number(step, "simulated_with_cluster_s", session->by_cluster);
+    json_add_number(step, "simulated_with_run_s", session->by_run);
     cJSON_AddItemToObject(object, "cluster", session->cluster_file);
     cJSON_AddItemToObject(object, "costs", session->costs_file);
     session->cluster_file = session->costs_file = NULL;
@@ -442,11 +457,28 @@ static void write_file(struct session *session, const char *file, const cJSON *v
     free(whole.text);
 }
 
+/* The table of costs, with what the run's operations took where one of them is a component alone. */
+static double simulate_run(struct session *session) {
+    struct spread costs[COST_COUNT];
+    memcpy(costs, session->costs, sizeof costs);
+    for (size_t i = 0; i < COUNT(components); i++) {
+        const struct row *row = &components[i];
+        if (!row->in_run) continue;
+        for (int k = 0; k < row->costs; k++) costs[row->first + k].median = 0;
+        if (!isnan(session->in_run[i].median)) costs[row->first].median = session->in_run[i].median;
+    }
+    cJSON *table = costs_table(costs, "the run");
+    double seconds = simulate_with(session, "costs", table, NULL);
+    cJSON_Delete(table);
+    return seconds;
+}
+
 /* On rank 0. */
 static void conclude(struct session *session) {
     make_files(session);
     session->by_costs = simulate_with(session, "costs", session->costs_file, NULL);
     session->by_cluster = simulate_with(session, "cluster", session->cluster_file, session->roofline);
+    session->by_run = simulate_run(session);
     if (session->errors.count) return;
     write_file(session, session->profile->cluster, session->cluster_file);
     write_file(session, session->profile->costs, session->costs_file);
