@@ -10,7 +10,7 @@ tells and writes. Ranks decide together: what one finds wrong ends all.
 #include <stdlib.h>
 #include <string.h>
 
-enum { REPEATS = 10, STEPS = 6 };
+enum { REPEATS = 5, STEPS = 6 };
 
 static bool parse(struct profile *profile, int argc, char **argv, bool *helped) {
     struct options *options = &profile->options;
@@ -130,7 +130,7 @@ const struct verb verb_profile = {
         "  --set path=value   change the manifest (repeatable)\n"
         "  --cluster FILE     write what was measured as a cluster manifest\n"
         "  --costs FILE       write what was measured as a manifest's costs\n"
-        "  --repeats N        measurements of each figure; default 10\n"
+        "  --repeats N        measurements of each figure; default 5\n"
         "  --steps N          training steps to compare with, behind the first; default 6\n"
         "  --json             one JSON object instead of the table; of --links a line a pair\n"
         "  --links            without a manifest: bandwidth and latency of all pairs of ranks\n"

@@ -222,11 +222,24 @@ static bool build(struct session *session) {
     return agree(session->comm, &session->errors);
 }
 
+/* Ranks on one host may stand for any nodes; on several, nodes are what they are. */
+static void check_shape(struct session *session) {
+    const struct machine *machine = &session->machine;
+    const struct cluster *cluster = session->point->cluster;
+    int here = machine->ranks / machine->hosts;
+    if (machine->hosts > 1 && (cluster->nodes != machine->hosts || cluster->gpus_per_node != here))
+        errors_add(
+            &session->errors, session->profile->options.manifest, "cluster",
+            "found nodes %d, gpus_per_node %d; the ranks stand on %d hosts, %d on each: start them like "
+            "the cluster, or set cluster.nodes and cluster.gpus_per_node",
+            cluster->nodes, cluster->gpus_per_node, machine->hosts, here);
+}
+
 static bool measure(struct session *session, const struct ranks *ranks) {
     const struct measurement measurement = {&session->plan, ranks, session->comm, session->profile->repeats};
     session->machine.repeats = session->profile->repeats;
-    measure_kernels(&measurement, &session->machine);
-    measure_network(&measurement, &session->machine, &session->errors);
+    measure_kernels(&measurement, &session->machine); /* first: a single rank's links are told by them */
+    if (measure_network(&measurement, &session->machine, &session->errors)) check_shape(session);
     if (!agree(session->comm, &session->errors)) return false;
     describe_machine(&session->machine);
     measure_layers(&measurement, session->costs);

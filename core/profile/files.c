@@ -107,13 +107,16 @@ static cJSON *gpu_block(const struct machine *machine) {
     return gpu;
 }
 
+/* factor: ranks that the link serves. */
 static cJSON *link_block(const struct machine *machine, const struct measured_rate *link,
-                         const struct measured_rate *latency, enum rate exchange, enum rate reduce) {
+                         const struct measured_rate *latency, enum rate exchange, enum rate reduce,
+                         double factor) {
     const enum rate rates[] = {exchange, reduce};
     struct text how = {0};
     cJSON *block = cJSON_CreateObject();
     text_add(&how, "%s, or the largest rate beside it; latency of one byte", link->how);
-    json_add_number(block, "bytes_per_s", largest(machine, rates, COUNT(rates), link->value.median));
+    json_add_number(block, "bytes_per_s",
+                    rounded(factor * largest(machine, rates, COUNT(rates), link->value.median)));
     json_add_number(block, "latency_s", rounded(latency->value.median));
     add_source(block, machine, how.text, &link->value);
     free(how.text);
@@ -121,21 +124,20 @@ static cJSON *link_block(const struct machine *machine, const struct measured_ra
 }
 
 cJSON *machine_cluster(const struct machine *machine, const struct cluster *like, const char *name) {
-    bool several = machine->hosts > 1;
-    int here = machine->ranks / machine->hosts;
+    double ranks_a_nic = (double)like->gpus_per_node / like->nics_per_node; /* each had its part of one */
     cJSON *cluster = cJSON_CreateObject(), *host, *spine, *rates;
     cJSON_AddStringToObject(cluster, "name", name);
     add_source(cluster, machine, "kernels and links of this machine", NULL);
-    json_add_number(cluster, "nodes", several ? machine->hosts : like->nodes);
-    json_add_number(cluster, "gpus_per_node", several ? here : like->gpus_per_node);
-    json_add_number(cluster, "nics_per_node", several ? here : like->nics_per_node);
+    json_add_number(cluster, "nodes", like->nodes);
+    json_add_number(cluster, "gpus_per_node", like->gpus_per_node);
+    json_add_number(cluster, "nics_per_node", like->nics_per_node);
     cJSON_AddItemToObject(cluster, "gpu", gpu_block(machine));
     cJSON_AddItemToObject(cluster, "nvlink",
                           link_block(machine, &machine->inside, &machine->inside_latency,
-                                     RATE_NVLINK_EXCHANGE, RATE_NVLINK_REDUCE));
+                                     RATE_NVLINK_EXCHANGE, RATE_NVLINK_REDUCE, 1));
     cJSON_AddItemToObject(cluster, "nic",
                           link_block(machine, &machine->between, &machine->between_latency, RATE_NIC_EXCHANGE,
-                                     RATE_NIC_REDUCE));
+                                     RATE_NIC_REDUCE, ranks_a_nic));
     host = cJSON_AddObjectToObject(cluster, "host");
     json_add_number(host, "bytes_per_s", rounded(machine->copy.value.median));
     add_source(host, machine, machine->copy.how, &machine->copy.value);
@@ -149,7 +151,8 @@ cJSON *machine_cluster(const struct machine *machine, const struct cluster *like
         const struct measured_rate *rate = &machine->rates[i];
         if (!(rate->value.median > 0)) continue;
         cJSON *entry = cJSON_AddObjectToObject(rates, cluster_rate_name((enum rate)i));
-        json_add_number(entry, "value", rounded(rate->value.median));
+        bool nic = i == RATE_NIC_EXCHANGE || i == RATE_NIC_REDUCE;
+        json_add_number(entry, "value", rounded((nic ? ranks_a_nic : 1) * rounded(rate->value.median)));
         cJSON_AddStringToObject(entry, "unit", cluster_rate_unit((enum rate)i));
         add_source(entry, machine, rate->how, i == RATE_MEMORY_RESERVE ? NULL : &rate->value);
     }

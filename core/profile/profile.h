@@ -123,7 +123,8 @@ void describe_machine(struct machine *machine);
 
 /* ---- files ------------------------------------------------------------------------------------------- */
 
-/* A cluster manifest: `like` gives nodes, GPUs and NICs where all ranks stand on one host. */
+/* A cluster manifest of the shape of `like`, nodes, GPUs and NICs, of which a GPU is a rank and a NIC as many
+   ranks' links as there are GPUs to one. Ranks of several nodes may stand on one host. */
 cJSON *machine_cluster(const struct machine *machine, const struct cluster *like, const char *name);
 /* The object that a manifest's `costs` takes. source: how it was measured. */
 cJSON *costs_table(const struct spread *costs, const char *source);
