@@ -69,16 +69,6 @@ static double seconds_in(const struct schedule *schedule, const struct timeline 
     return count ? sum / count : NAN;
 }
 
-static struct spread cost_of(const struct spread *costs, const struct row *component) {
-    struct spread sum = {0};
-    for (int i = 0; i < component->costs; i++) {
-        sum.median += costs[component->first + i].median;
-        sum.low += costs[component->first + i].low;
-        sum.high += costs[component->first + i].high;
-    }
-    return sum;
-}
-
 /* ---- what is measured for ---------------------------------------------------------------------------- */
 
 struct session {
@@ -92,6 +82,7 @@ struct session {
     struct data *data;
     struct schedule *schedule;
     struct timeline planned;
+    int head_parts; /* groups with a head */
     struct machine machine;
     struct spread costs[COST_COUNT];
     double roofline[COUNT(components)];
@@ -101,6 +92,19 @@ struct session {
     cJSON *cluster_file, *costs_file;
     struct errors errors;
 };
+
+/* Of one operation: a head on several groups is one on each. */
+static struct spread cost_of(const struct session *session, const struct row *component) {
+    const struct spread *costs = session->costs;
+    double parts = component->kind == KIND_HEAD ? session->head_parts : 1;
+    struct spread sum = {0};
+    for (int i = 0; i < component->costs; i++) {
+        sum.median += costs[component->first + i].median / parts;
+        sum.low += costs[component->first + i].low / parts;
+        sum.high += costs[component->first + i].high / parts;
+    }
+    return sum;
+}
 
 #ifdef FLOATX_DOUBLE
 enum { OWN_DTYPE = DTYPE_FP64 };
@@ -173,8 +177,8 @@ static double bytes_beside(const struct plan *plan) {
 int look_at_plan(struct profile *profile, int *ranks) {
     struct session session = {.profile = profile};
     int status = load(&session) ? make_plan(&session) : STATUS_USAGE;
-    if (status == STATUS_DONE &&
-        !fits_this_machine(session.system, &session.plan, bytes_beside(&session.plan), &session.errors))
+    if (status == STATUS_DONE && !fits_this_machine(verb_profile.name, session.system, &session.plan,
+                                                    bytes_beside(&session.plan), &session.errors))
         status = STATUS_FAILED;
     *ranks = session.plan.gpus;
     errors_print(&session.errors, stderr);
@@ -237,6 +241,7 @@ static void check_shape(struct session *session) {
 
 static bool measure(struct session *session, const struct ranks *ranks) {
     const struct measurement measurement = {&session->plan, ranks, session->comm, session->profile->repeats};
+    session->head_parts = ranks->head_count;
     session->machine.repeats = session->profile->repeats;
     measure_kernels(&measurement, &session->machine); /* first: a single rank's links are told by them */
     if (measure_network(&measurement, &session->machine, &session->errors)) check_shape(session);
@@ -349,7 +354,7 @@ static void print_table(const struct session *session) {
     printf("\n%-20s %10s %10s %10s %10s %8s\n", "component", "roofline", "measured", "least", "most",
            "roof/mea");
     for (size_t i = 0; i < COUNT(components); i++) {
-        struct spread cost = cost_of(session->costs, &components[i]);
+        struct spread cost = cost_of(session, &components[i]);
         bool used = !isnan(session->roofline[i]);
         printf("%-20s", components[i].name);
         print_time(session->roofline[i]);
@@ -363,7 +368,7 @@ static void print_table(const struct session *session) {
            "mea/run");
     for (size_t i = 0; i < COUNT(components); i++) {
         if (isnan(session->in_run[i].median)) continue;
-        double measured = cost_of(session->costs, &components[i]).median;
+        double measured = cost_of(session, &components[i]).median;
         printf("%-20s", components[i].name);
         print_time(measured);
         print_time(session->in_run[i].median);
@@ -426,7 +431,7 @@ static void print_json(struct session *session) {
         cJSON *entry = cJSON_CreateObject();
         cJSON_AddStringToObject(entry, "component", components[i].key);
         json_add_number(entry, "roofline_s", session->roofline[i]);
-        add_spread(entry, "measured_s", cost_of(session->costs, &components[i]));
+        add_spread(entry, "measured_s", cost_of(session, &components[i]));
         add_spread(entry, "in_run_s", session->in_run[i]);
         cJSON_AddItemToArray(list, entry);
     }
@@ -447,14 +452,14 @@ static void print_json(struct session *session) {
 static void make_files(struct session *session) {
     const struct machine *machine = &session->machine;
     struct text source = {0};
-    text_add(
-        &source,
-        "Measured by disagmoe profile %s: %s, %s, %d sequences of %d tokens a micro-batch; medians of %d; "
-        "%d ranks at once, a thread each, on %d host%s with %d processor%s, %s, %s",
-        VERSION, session->point->model->name, session->system->name, session->point->micro_batch_size,
-        session->point->seq_len, machine->repeats, machine->ranks, machine->hosts,
-        machine->hosts > 1 ? "s" : "", machine->processors, machine->processors > 1 ? "s" : "", machine->cpu,
-        sizeof(floatX) == 4 ? "fp32" : "fp64");
+    text_add(&source,
+             "Measured by disagmoe profile %s: %s, %s, %d x %d tokens a micro-batch and attention rank; "
+             "medians of %d; "
+             "%d ranks at once, a thread each, on %d host%s with %d processor%s, %s, %s",
+             VERSION, session->point->model->name, session->system->name, session->point->micro_batch_size,
+             session->point->seq_len, machine->repeats, machine->ranks, machine->hosts,
+             machine->hosts > 1 ? "s" : "", machine->processors, machine->processors > 1 ? "s" : "",
+             machine->cpu, sizeof(floatX) == 4 ? "fp32" : "fp64");
     session->costs_file = costs_table(session->costs, source.text);
     session->cluster_file = machine_cluster(machine, session->point->cluster, "measured");
     free(source.text);
@@ -478,7 +483,9 @@ static double simulate_run(struct session *session) {
         const struct row *row = &components[i];
         if (!row->in_run) continue;
         for (int k = 0; k < row->costs; k++) costs[row->first + k].median = 0;
-        if (!isnan(session->in_run[i].median)) costs[row->first].median = session->in_run[i].median;
+        if (!isnan(session->in_run[i].median))
+            costs[row->first].median =
+                session->in_run[i].median * (row->kind == KIND_HEAD ? session->head_parts : 1);
     }
     cJSON *table = costs_table(costs, "the run");
     double seconds = simulate_with(session, "costs", table, NULL);

@@ -30,7 +30,7 @@ bool agree(MPI_Comm comm, struct errors *errors) {
     return first == INT_MAX;
 }
 
-bool fits_this_machine(const struct system *system, const struct plan *plan, double beside,
+bool fits_this_machine(const char *verb, const struct system *system, const struct plan *plan, double beside,
                        struct errors *errors) {
     struct result result;
     struct schedule *schedule;
@@ -42,7 +42,7 @@ bool fits_this_machine(const struct system *system, const struct plan *plan, dou
         needed += peaks[g] * schedule->groups[g].gpus * plan->replicas;
     double here = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     if (needed > here)
-        errors_add(errors, NULL, "train",
+        errors_add(errors, NULL, verb,
                    "%s: %d ranks need %.1f GB; this machine has %.1f GB. Under mpirun or srun they may be "
                    "spread over others",
                    system->name, plan->gpus, needed / 1e9, here / 1e9);

@@ -12,8 +12,8 @@ bool agree(MPI_Comm comm, struct errors *errors);
 /* What a point trains on; NULL with errors. */
 struct data *open_data(const struct point *point, struct errors *errors);
 /* A model of real size is for the GPUs of a cluster: better to say so than to fill this machine's memory.
-   beside: bytes that are needed besides the run's. */
-bool fits_this_machine(const struct system *system, const struct plan *plan, double beside,
+   verb: who says it; beside: bytes that are needed besides the run's. */
+bool fits_this_machine(const char *verb, const struct system *system, const struct plan *plan, double beside,
                        struct errors *errors);
 
 #endif

@@ -717,7 +717,7 @@ static int work_as_rank(struct train *train, int argc, char **argv) {
 static bool run_fits(const struct train *train, const struct run *run, struct errors *errors) {
     double whole = model_parameter_count(run->point->model).total * sizeof(floatX);
     return run->system == &single_process ||
-           fits_this_machine(run->system, &run->plan, train->verify ? 2 * whole : 0, errors);
+           fits_this_machine(verb_train.name, run->system, &run->plan, train->verify ? 2 * whole : 0, errors);
 }
 
 static int launch_all(const struct train *train, const struct runs *runs, char **arguments) {

@@ -355,7 +355,8 @@ static void measure_ends(struct bench *bench, struct spread *costs) {
     costs[COST_EMBED_FWD] = seconds[0];
     costs[COST_EMBED_BWD] = seconds[1];
     costs[COST_HEAD_FWD] = (struct spread){0};
-    costs[COST_HEAD_BWD] = seconds[2];
+    costs[COST_HEAD_BWD] = (struct spread){0};
+    add_part(&costs[COST_HEAD_BWD], &seconds[2], 1, ranks->head_count); /* groups, with a part each */
 }
 
 void measure_layers(const struct measurement *measurement, struct spread *costs) {
@@ -535,11 +536,11 @@ static void measure_core(struct bench *bench, struct kernel_work *k, struct mach
     double forward = model_attention_work(model, 0, WORK_FORWARD, counted, 4).core_flops;
     double backward = model_attention_work(model, 0, WORK_BACKWARD_INPUT, counted, 4).core_flops;
     rate_of(&machine->rates[RATE_CORE_FORWARD], forward, seconds[0],
-            "%d sequences of %d tokens, %d heads of %d, counted causally", point->micro_batch_size,
-            point->seq_len, model->attention.heads, model->attention.head_dim);
+            "%d x %d tokens, %d heads of %d, counted causally", point->micro_batch_size, point->seq_len,
+            model->attention.heads, model->attention.head_dim);
     rate_of(&machine->rates[RATE_CORE_BACKWARD], backward, seconds[1],
-            "%d sequences of %d tokens, %d heads of %d, scores computed anew", point->micro_batch_size,
-            point->seq_len, model->attention.heads, model->attention.head_dim);
+            "%d x %d tokens, %d heads of %d, scores computed anew", point->micro_batch_size, point->seq_len,
+            model->attention.heads, model->attention.head_dim);
     scratch_release(&bench->context, mark);
 }
 

@@ -109,7 +109,8 @@ struct measurement {
     int repeats;
 };
 /* Seconds of each cost (COST_COUNT). Layers that are not alike count by their number. What a real rank does
-   with the head's forward pass is part of its backward pass, so that COST_HEAD_FWD is 0. Collective. */
+   with the head's forward pass is part of its backward pass, so that COST_HEAD_FWD is 0; of a head on several
+   groups the cost is of all their parts. Collective. */
 void measure_layers(const struct measurement *measurement, struct spread *costs);
 void measure_transfers(const struct measurement *measurement, struct spread *costs);
 void measure_step_end(const struct measurement *measurement, struct spread *costs);
