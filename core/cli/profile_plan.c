@@ -177,7 +177,7 @@ static double bytes_beside(const struct plan *plan) {
 int look_at_plan(struct profile *profile, int *ranks) {
     struct session session = {.profile = profile};
     int status = load(&session) ? make_plan(&session) : STATUS_USAGE;
-    if (status == STATUS_DONE && !fits_this_machine(verb_profile.name, session.system, &session.plan,
+    if (status == STATUS_DONE && !fits_this_machine("profile", session.system, &session.plan,
                                                     bytes_beside(&session.plan), &session.errors))
         status = STATUS_FAILED;
     *ranks = session.plan.gpus;
