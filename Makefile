@@ -26,7 +26,7 @@ VALGRIND = BUILD=build/valgrind TRAIN_OPT=-O2
 
 SOURCES := $(wildcard core/*/*.c core/*/*/*.c baselines/*.c)
 MAIN    := $(wildcard core/cli/main.c)
-TRAIN   := $(filter core/layers/% core/state/% core/train/%,$(SOURCES))
+TRAIN   := $(filter core/layers/% core/state/% core/train/% core/profile/%,$(SOURCES))
 # float32 or float64 is chosen when these are compiled, so they exist twice.
 TWICE   := $(TRAIN) $(filter core/cli/%,$(SOURCES))
 OBJECTS := $(SOURCES:%.c=$(BUILD)/%.o)

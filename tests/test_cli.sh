@@ -53,7 +53,7 @@ one=("${small[@]}" --set seq_len=1024 --system disagmoe)
 
 # ---- usage -----------------------------------------------------------------------------------------------------------
 
-verbs='sim schedule check train import systems bench'
+verbs='sim schedule check train import systems bench profile'
 expect 0 --help
 for verb in $verbs; do out_has "  $verb "; done
 expect 0 -h
@@ -79,7 +79,7 @@ for verb in $verbs; do
     err_has "--no-such-option"
     err_has "disagmoe $verb --help"
 done
-for verb in sim schedule check train import; do
+for verb in sim schedule check train import profile; do
     expect 2 "$verb"
     out_empty
     err_named

@@ -20,8 +20,9 @@ baselines disagmoe plan schedule model cluster base
 layers    model base
 state     layers plan schedule model cluster base
 train     state layers plan schedule model cluster base
+profile   state layers plan schedule model cluster base
 sim       plan schedule model cluster base
-cli       train state layers sim allocate baselines disagmoe plan schedule model cluster base
+cli       profile train state layers sim allocate baselines disagmoe plan schedule model cluster base
 END
 
 # "FILE HEADER" for each header of ours that a file includes; "CALLER DEFINER" for each that uses what another defines.

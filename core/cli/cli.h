@@ -19,7 +19,7 @@ struct verb {
 };
 
 extern const struct verb verb_sim, verb_schedule, verb_check, verb_train, verb_import, verb_systems,
-    verb_bench, verb_regimes, verb_plan;
+    verb_bench, verb_regimes, verb_plan, verb_profile;
 
 /* ---- options ----------------------------------------------------------------------------------------- */
 

@@ -28,6 +28,17 @@ not happen in time, the launcher ends the ranks it knows from the board itself: 
 #define ERROR_PATIENCE 25
 #define START_PATIENCE 120
 
+/* Who speaks, and whether its runs are made of steps. */
+static struct {
+    const char *verb;
+    bool has_steps;
+} speaker = {"train", true};
+
+void launch_as(const char *verb, bool has_steps) {
+    speaker.verb = verb;
+    speaker.has_steps = has_steps;
+}
+
 /* ---- the board --------------------------------------------------------------------------------------- */
 
 struct slot {
@@ -64,7 +75,7 @@ static bool make_board(struct board *board, int ranks) {
     *board = (struct board){.ranks = ranks, .file = file.text};
     if (descriptor >= 0 && ftruncate(descriptor, (off_t)bytes) == 0)
         board->slots = map_board(descriptor, bytes);
-    if (!board->slots) fprintf(stderr, "disagmoe: train: %s: %s\n", file.text, strerror(errno));
+    if (!board->slots) fprintf(stderr, "disagmoe: %s: %s: %s\n", speaker.verb, file.text, strerror(errno));
     if (descriptor >= 0) close(descriptor);
     for (int rank = 0; board->slots && rank < ranks; rank++) board->slots[rank].step = -1;
     return board->slots != NULL;
@@ -199,10 +210,11 @@ static void become(struct list arguments, struct list variables, int out, int er
 static void report_start(int reason) {
     if (reason == ENOENT)
         fprintf(stderr,
-                "disagmoe: train: mpirun is not installed; apt-get install openmpi-bin libopenmpi-dev "
-                "provides it\n");
+                "disagmoe: %s: mpirun is not installed; apt-get install openmpi-bin libopenmpi-dev "
+                "provides it\n",
+                speaker.verb);
     else
-        fprintf(stderr, "disagmoe: train: mpirun cannot be started: %s\n", strerror(reason));
+        fprintf(stderr, "disagmoe: %s: mpirun cannot be started: %s\n", speaker.verb, strerror(reason));
 }
 
 static bool start(const struct launch *launch, const struct board *board, struct child *child) {
@@ -418,7 +430,7 @@ static void say_how_it_ended(const struct launch *launch, const struct board *bo
                              const struct listener *listener, int rank) {
     struct text message = {0};
     if (listener->given_up) {
-        fprintf(stderr, "disagmoe: train: mpirun did not start the ranks in time\n");
+        fprintf(stderr, "disagmoe: %s: mpirun did not start the ranks in time\n", speaker.verb);
         return;
     }
     if (told_to_end)
@@ -429,9 +441,11 @@ static void say_how_it_ended(const struct launch *launch, const struct board *bo
         text_add(&message, "rank %d ended without a word", rank);
     else
         text_add(&message, "mpirun was killed");
-    add_step(&message, rank >= 0 && !told_to_end ? board->slots[rank].step : latest_step(board));
-    add_advice(&message, launch->checkpoints);
-    fprintf(stderr, "disagmoe: train: %s\n", message.text);
+    if (speaker.has_steps) {
+        add_step(&message, rank >= 0 && !told_to_end ? board->slots[rank].step : latest_step(board));
+        add_advice(&message, launch->checkpoints);
+    }
+    fprintf(stderr, "disagmoe: %s: %s\n", speaker.verb, message.text);
     free(message.text);
 }
 
@@ -453,7 +467,7 @@ static enum launch_end judge(const struct launch *launch, const struct board *bo
         return LAUNCH_CUT;
     }
     if (!listener->explained)
-        fprintf(stderr, "disagmoe: train: the run failed: mpirun ended with status %d\n", code);
+        fprintf(stderr, "disagmoe: %s: the run failed: mpirun ended with status %d\n", speaker.verb, code);
     return code == 2 ? LAUNCH_USAGE : LAUNCH_FAILED;
 }
 
@@ -528,10 +542,10 @@ static void on_signal(int signal_number) {
         memcpy(line, self.line, length);
         length += add_digits(line + length, signal_number);
         const char *where = step < 0 ? before : in;
-        size_t more = step < 0 ? sizeof before - 1 : sizeof in - 1;
+        size_t more = !speaker.has_steps ? 0 : step < 0 ? sizeof before - 1 : sizeof in - 1;
         memcpy(line + length, where, more);
         length += more;
-        if (step >= 0) length += add_digits(line + length, step);
+        if (step >= 0 && speaker.has_steps) length += add_digits(line + length, step);
         line[length++] = '\n';
         if (write(STDERR_FILENO, line, length) < 0) _exit(1);
     }
@@ -556,8 +570,8 @@ void launch_join(int rank) {
     self.slot->host = this_host();
     __atomic_store_n(&self.slot->pid, (int32_t)getpid(), __ATOMIC_RELEASE);
     self.says = launch_run() < 0 && rank < 2;
-    self.length =
-        (size_t)snprintf(self.line, sizeof self.line, "disagmoe: train: rank %d: ended by signal ", rank);
+    self.length = (size_t)snprintf(self.line, sizeof self.line, "disagmoe: %s: rank %d: ended by signal ",
+                                   speaker.verb, rank);
     struct sigaction end = {.sa_handler = on_signal}, ignore = {.sa_handler = SIG_IGN};
     for (size_t i = 0; i < COUNT(ending); i++)
         if (ending[i] != SIGPIPE && !is_nohup(ending[i])) sigaction(ending[i], &end, NULL);

@@ -19,6 +19,10 @@ bool launch_inside(void);
    run. */
 bool launch_is_stray(void);
 
+/* Both sides, ahead of all else: which verb speaks ("train", the default), and whether its runs are made of
+   steps, so that an end tells the step and where to go on. */
+void launch_as(const char *verb, bool has_steps);
+
 /* Begins a line on stderr that explains no end. */
 #define LAUNCH_NOTE "disagmoe: train: note: "
 

@@ -5,9 +5,9 @@
 #include <signal.h>
 #include <string.h>
 
-static const struct verb *const verbs[] = {&verb_sim,   &verb_schedule, &verb_check,
-                                           &verb_train, &verb_import,   &verb_systems,
-                                           &verb_bench, &verb_regimes,  &verb_plan};
+static const struct verb *const verbs[] = {&verb_sim,    &verb_schedule, &verb_check, &verb_train,
+                                           &verb_import, &verb_systems,  &verb_bench, &verb_regimes,
+                                           &verb_plan,   &verb_profile};
 
 static void print_usage(FILE *stream) {
     fprintf(stream, "usage: disagmoe VERB [OPTIONS]\n\nMoE training systems as schedules: DisagMoE and what "

@@ -10,6 +10,7 @@ found something says it.
 */
 #include "cli/cli.h"
 #include "cli/launch.h"
+#include "cli/together.h"
 #include "cli/watch.h"
 #include "train/train.h"
 
@@ -33,10 +34,6 @@ static const double OWN_TOLERANCE = 1e-4;
 #endif
 
 static const double BF16_TOLERANCE = 0.05, TIMEOUT = 600;
-
-/* Of the Markov chain: a run's seed changes what is drawn from it, not the chain, so that the losses of
-   different seeds are of one problem. */
-#define CHAIN_SEED 1
 
 #define MAX_IMPORTS 64
 
@@ -209,16 +206,6 @@ static const char *resume_of(const struct train *train, const struct runs *runs,
     return own && access(own, F_OK) == 0 ? own : train->resume;
 }
 
-static struct data *open_data(const struct point *point, struct errors *errors) {
-    const char *file = point->training.data;
-    if (strcmp(file, "markov") == 0) {
-        if (point->model->vocab >= 2) return data_markov(point->model->vocab, point->seq_len, CHAIN_SEED);
-        errors_add(errors, NULL, "model.vocab", "found 1; a Markov chain needs at least 2");
-        return NULL;
-    }
-    return data_open_text(file, point->seq_len, point->model->vocab, errors);
-}
-
 /* What is not wrong, but may not be what was meant. */
 static void note(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static void note(const char *format, ...) {
@@ -326,17 +313,6 @@ struct session {
     struct errors errors;
     struct arena *arena;
 };
-
-/* Whether no rank has errors. Where some have, the first of them prints its own. Collective. */
-static bool agree(MPI_Comm comm, struct errors *errors) {
-    int rank, first;
-    MPI_Comm_rank(comm, &rank);
-    int mine = errors->count ? rank : INT_MAX;
-    MPI_Allreduce(&mine, &first, 1, MPI_INT, MPI_MIN, comm);
-    if (mine == first) errors_print(errors, stderr);
-    errors_free(errors);
-    return first == INT_MAX;
-}
 
 static bool build_schedule(struct session *session) {
     session->schedule = session->run->system->build(&session->run->plan);
@@ -737,28 +713,11 @@ static int work_as_rank(struct train *train, int argc, char **argv) {
 
 /* ---- the launcher ------------------------------------------------------------------------------------ */
 
-/* A model of real size is for the GPUs of a cluster: better to say so than to fill this machine's memory. */
-static bool fits_this_machine(const struct train *train, const struct run *run, struct errors *errors) {
-    if (run->system == &single_process) return true;
-    struct result result;
-    struct schedule *schedule;
-    struct timeline timeline = {0};
-    simulate_plan(run->system, &run->plan, &result, &schedule, &timeline);
-    double *peaks = must_alloc((size_t)schedule->group_count * sizeof *peaks), needed = 0;
-    schedule_memory_peaks(schedule, &timeline, peaks);
-    for (int g = 0; g < schedule->group_count; g++)
-        needed += peaks[g] * schedule->groups[g].gpus * run->plan.replicas;
-    if (train->verify) needed += 2 * model_parameter_count(run->point->model).total * sizeof(floatX);
-    double here = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
-    if (needed > here)
-        errors_add(errors, NULL, "train",
-                   "%s: %d ranks need %.1f GB; this machine has %.1f GB. Under mpirun or srun they may be "
-                   "spread over others",
-                   run->system->name, run->plan.gpus, needed / 1e9, here / 1e9);
-    free(peaks);
-    schedule_free(schedule);
-    timeline_free(&timeline);
-    return needed <= here;
+/* Verification holds a whole model and its gradient beside the run. */
+static bool run_fits(const struct train *train, const struct run *run, struct errors *errors) {
+    double whole = model_parameter_count(run->point->model).total * sizeof(floatX);
+    return run->system == &single_process ||
+           fits_this_machine(verb_train.name, run->system, &run->plan, train->verify ? 2 * whole : 0, errors);
 }
 
 static int launch_all(const struct train *train, const struct runs *runs, char **arguments) {
@@ -788,7 +747,7 @@ static int work_as_launcher(struct train *train, int argc, char **argv, char **a
         if (train->other_dtypes) note("%s", train->other_dtypes);
         status = plan_runs(train, &runs, &errors);
         for (int i = 0; i < runs.count && status == STATUS_DONE; i++)
-            if (!fits_this_machine(train, &runs.list[i], &errors)) status = STATUS_FAILED;
+            if (!run_fits(train, &runs.list[i], &errors)) status = STATUS_FAILED;
         if (status == STATUS_DONE && !begin_lines(train, &errors)) status = STATUS_USAGE;
         if (status == STATUS_DONE) status = launch_all(train, &runs, arguments);
     }

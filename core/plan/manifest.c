@@ -1,7 +1,7 @@
 /*
 Reading an experiment manifest into points.
 
-The manifest, with its model and cluster files put in place of their paths, is one JSON document. --set
+The manifest, with its model, cluster and costs files put in place of their paths, is one JSON document. --set
 changes that document, a sweep changes copies of it, per_system changes copies of those, and each copy is read
 strictly through the same tables: so whatever sets a value, it is checked like anything else, and an error
 names the key as the user wrote it.
@@ -13,6 +13,22 @@ names the key as the user wrote it.
 #include <string.h>
 
 #define MAX_POINTS 100000
+
+/* ---- files that could not be read ---------------------------------------------------------------------- */
+
+/* Stands where a model, a cluster or costs should: its file was wrong, which has been said, and nothing more
+   is said of what would have been in it. No text of a user's parses to a raw node. */
+static cJSON *unread(void) {
+    return cJSON_CreateRaw("unread");
+}
+
+static bool is_unread(const cJSON *node) {
+    return cJSON_IsRaw(node);
+}
+
+static bool is_there(struct json value) {
+    return value.node && !is_unread(value.node);
+}
 
 /* ---- parts that may be "auto" ------------------------------------------------------------------------ */
 
@@ -176,12 +192,25 @@ static struct training read_training(struct json value, const char *manifest) {
 
 static struct cost_table *read_costs(struct json value) {
     static const struct json_field fields[] = {
-        COST_FIELD(attn_fwd_s), COST_FIELD(attn_bwd_s),  COST_FIELD(attn_wgrad_s),   COST_FIELD(ffn_fwd_s),
-        COST_FIELD(ffn_bwd_s),  COST_FIELD(ffn_wgrad_s), COST_FIELD(dispatch_s),     COST_FIELD(combine_s),
-        COST_FIELD(p2p_s),      COST_FIELD(embed_fwd_s), COST_FIELD(embed_bwd_s),    COST_FIELD(head_fwd_s),
-        COST_FIELD(head_bwd_s), COST_FIELD(grad_sync_s), COST_FIELD(param_gather_s), COST_FIELD(optimizer_s),
+        COST_FIELD(attn_fwd_s),
+        COST_FIELD(attn_bwd_s),
+        COST_FIELD(attn_wgrad_s),
+        COST_FIELD(ffn_fwd_s),
+        COST_FIELD(ffn_bwd_s),
+        COST_FIELD(ffn_wgrad_s),
+        COST_FIELD(dispatch_s),
+        COST_FIELD(combine_s),
+        COST_FIELD(p2p_s),
+        COST_FIELD(embed_fwd_s),
+        COST_FIELD(embed_bwd_s),
+        COST_FIELD(head_fwd_s),
+        COST_FIELD(head_bwd_s),
+        COST_FIELD(grad_sync_s),
+        COST_FIELD(param_gather_s),
+        COST_FIELD(optimizer_s),
+        {"source", JSON_TEXT, offsetof(struct cost_table, source), false, 0, 0, NULL},
     };
-    if (!value.node || cJSON_IsNull(value.node)) return NULL;
+    if (!is_there(value) || cJSON_IsNull(value.node)) return NULL;
     struct cost_table *table = arena_alloc(value.arena, sizeof *table);
     json_read_fields(value, fields, COUNT(fields), table);
     return table;
@@ -236,22 +265,6 @@ static void read_routing(struct json value, const char *manifest, int experts, s
     }
     for (int i = 0; i < experts; i++) routing->share[i] = pow(i + 1, -exponent);
     normalise(routing->share, experts);
-}
-
-/* ---- files that could not be read ---------------------------------------------------------------------- */
-
-/* Stands where a model or a cluster should: its file was wrong, which has been said, and nothing more is said
-   of what would have been in it. No text of a user's parses to a raw node. */
-static cJSON *unread(void) {
-    return cJSON_CreateRaw("unread");
-}
-
-static bool is_unread(const cJSON *node) {
-    return cJSON_IsRaw(node);
-}
-
-static bool is_there(struct json value) {
-    return value.node && !is_unread(value.node);
 }
 
 /* ---- one point --------------------------------------------------------------------------------------- */
@@ -370,6 +383,9 @@ struct reader {
     int override_count;
 };
 
+/* Keys that take an object or the path of a file that holds one. */
+static const char *const files[] = {"model", "cluster", "costs"};
+
 /* Puts the file's object where a path stands. The reader of a model or cluster sees the object alone. */
 static void load_in_place(const struct reader *reader, struct json document, const char *key) {
     cJSON *item = cJSON_GetObjectItemCaseSensitive(document.node, key);
@@ -436,7 +452,8 @@ static void set_value(const struct reader *reader, struct json document, const c
         cJSON_ReplaceItemInObjectCaseSensitive(object, rest, value);
     else
         cJSON_AddItemToObject(object, rest, value);
-    if (strcmp(path, "model") == 0 || strcmp(path, "cluster") == 0) load_in_place(reader, document, path);
+    for (size_t i = 0; i < COUNT(files); i++)
+        if (strcmp(path, files[i]) == 0) load_in_place(reader, document, path);
 }
 
 static void apply_override(const struct reader *reader, struct json document, struct override override) {
@@ -675,8 +692,7 @@ static bool read_document(struct json document, const struct reader *reader) {
         return false;
     }
     note_file(experiment, document.file);
-    load_in_place(reader, document, "model");
-    load_in_place(reader, document, "cluster");
+    for (size_t i = 0; i < COUNT(files); i++) load_in_place(reader, document, files[i]);
     for (int i = 0; i < reader->override_count; i++) apply_override(reader, document, reader->overrides[i]);
     struct json sweep = json_member(document, "sweep");
     int count = sweep.node ? sweep_size(sweep) : 1;

@@ -82,6 +82,7 @@ struct cost_table {
     double attn_fwd_s, attn_bwd_s, attn_wgrad_s, ffn_fwd_s, ffn_bwd_s, ffn_wgrad_s, dispatch_s, combine_s;
     double p2p_s, embed_fwd_s, embed_bwd_s, head_fwd_s, head_bwd_s;
     double grad_sync_s, param_gather_s, optimizer_s;
+    const char *source; /* where they come from, for the reader alone; may be NULL */
 };
 
 /* Load of each expert, as its share of all copies; sums to 1. */
