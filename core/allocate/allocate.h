@@ -110,7 +110,7 @@ struct seed {
    roofline), INFINITY where the tables do not reach. */
 double seed_predict(const struct seed *seed, const struct plan *plan);
 struct seeds {
-    struct seed *list; /* the best predicted first */
+    struct seed *list; /* the best predicted first, in turn those of either problem */
     int count;
     int shapes, problems; /* looked at; solved */
     double solve_seconds; /* of the slowest */
@@ -118,9 +118,9 @@ struct seeds {
     struct arena *arena;
 };
 
-/* At most `most` seeds: one problem for each shape that the point leaves open to `system`, with the memory
-   levers that recompute least among those that fit; shapes whose roofline cannot come below the last seed's
-   are left out. The system has sides. */
+/* About `most` seeds: two problems for each shape that the point leaves open to `system`, which differ in how
+   many micro-batches memory has to hold, with the memory levers that take least time among those that fit;
+   shapes whose roofline cannot come below the last seed's are left out. The system has sides. */
 struct seeds allocation_seeds(const struct system *system, const struct point *point, int most);
 /* The seed of a shape that a plan is of (its groups, replicas, cp, placement and memory), whatever its
    allocation. False: errors say what cannot hold. */

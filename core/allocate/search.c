@@ -13,7 +13,6 @@ or NICs more or fewer on either side. Rounds of eight are tried at once, the bes
 #include <unistd.h>
 
 #define ROUND 8
-#define SEEDS_FIRST 2 /* rounds */
 
 static double per_sequence(const struct plan *plan, double seconds) {
     return seconds / plan->sequences;
@@ -315,6 +314,27 @@ static void climb(struct seeker *seeker, const struct seed *seeds, int seed_coun
     }
 }
 
+/* A round of seeds, from number `first` on. */
+static bool try_seeds(struct seeker *seeker, const struct seed *seeds, int first, int count) {
+    struct trial round[ROUND];
+    int here = 0;
+    for (int k = first; k < count && k < first + ROUND; k++)
+        if (!was_tried(seeker, &seeds[k].plan))
+            round[here++] = (struct trial){seeds[k].plan, seeds[k].predicted, INFINITY};
+    return try_round(seeker, round, here);
+}
+
+/* What was predicted to be quicker than the best, and did not fit, may do so nearby. */
+static void climb_from_misfits(struct seeker *seeker, const struct seed *seeds, int count) {
+    const struct search *search = seeker->search;
+    int tried = search->count;
+    for (int i = 0; i < tried && !is_stopped(seeker); i++) {
+        const struct trial *trial = &search->trials[i];
+        double best = search->best < 0 ? INFINITY : search->trials[search->best].seconds;
+        if (trial->seconds == INFINITY && trial->predicted < best) climb(seeker, seeds, count, trial->plan);
+    }
+}
+
 bool allocation_search(const struct evaluator *evaluator, const struct seed *seeds, int count,
                        const struct search_options *options, struct search *search, struct errors *errors) {
     struct seeker seeker = {evaluator, options, search, {0}, 0};
@@ -323,15 +343,11 @@ bool allocation_search(const struct evaluator *evaluator, const struct seed *see
         free(seeker.log.known);
         return false;
     }
-    struct trial round[ROUND];
-    for (int i = 0; i < count && i < SEEDS_FIRST * ROUND && !is_stopped(&seeker); i += ROUND) {
-        int here = 0;
-        for (int k = i; k < count && here < ROUND; k++)
-            if (!was_tried(&seeker, &seeds[k].plan))
-                round[here++] = (struct trial){seeds[k].plan, seeds[k].predicted, INFINITY};
-        try_round(&seeker, round, here);
+    for (int first = 0; first < count && !is_stopped(&seeker); first += ROUND) {
+        bool better = try_seeds(&seeker, seeds, first, count);
+        if (better) climb(&seeker, seeds, count, search->trials[search->best].plan);
+        climb_from_misfits(&seeker, seeds, count);
     }
-    if (search->best >= 0) climb(&seeker, seeds, count, search->trials[search->best].plan);
     return log_close(&seeker.log, errors);
 }
 

@@ -24,9 +24,10 @@ struct shape {
     const struct point *point;
     struct plan even; /* sized and settled, the GPUs divided evenly */
     struct sides sides;
-    int total;    /* GPUs of a group, both sides and idle ones */
-    int layers;   /* of the fullest group */
-    int most_ffn; /* experts bound it */
+    int total;      /* GPUs of a group, both sides and idle ones */
+    int layers;     /* of the fullest group */
+    double waiting; /* micro-batches held for each that Little's law says */
+    int most_ffn;   /* experts bound it */
 };
 
 /* ---- tables ------------------------------------------------------------------------------------------ */
@@ -37,16 +38,23 @@ static double sum_of(const double passes[PASS_COUNT]) {
     return sum;
 }
 
-static bool is_like(const struct model *model, int a, int b) {
+static struct recompute recompute_of(const struct plan *plan, int layer) {
+    return plan_recompute(plan, layer / plan->parallel.groups);
+}
+
+static bool is_like(const struct plan *plan, int a, int b) {
+    const struct model *model = plan->point->model;
+    struct recompute x = recompute_of(plan, a), y = recompute_of(plan, b);
     return model_layer_is_moe(model, a) == model_layer_is_moe(model, b) &&
-           model_layer_window(model, a) == model_layer_window(model, b);
+           model_layer_window(model, a) == model_layer_window(model, b) && x.attention == y.attention &&
+           x.ffn == y.ffn;
 }
 
 /* Of how many layers a layer is the first of its kind; 0: it is not the first. */
-static int layers_like(const struct model *model, int layer) {
+static int layers_like(const struct plan *plan, int layer) {
     int count = 0;
-    for (int l = 0; l < model->layers; l++) {
-        if (!is_like(model, l, layer)) continue;
+    for (int l = 0; l < plan->point->model->layers; l++) {
+        if (!is_like(plan, l, layer)) continue;
         if (l < layer) return 0;
         count++;
     }
@@ -56,7 +64,7 @@ static int layers_like(const struct model *model, int layer) {
 static struct layer_cost cost_with(const struct plan *plan, int layer, struct sides sides, int ffn_gpus,
                                    const int *gpus) {
     sides.ffn = (struct side){.gpus = gpus, .count = ffn_gpus};
-    return plan_computation_cost(plan, layer, plan->memory.recompute, sides);
+    return plan_computation_cost(plan, layer, recompute_of(plan, layer), sides);
 }
 
 /* A table of costs holds for the groups that the manifest gives: what becomes of its feed-forward seconds
@@ -74,7 +82,7 @@ static void average_layer(const struct shape *shape, const struct plan *plan, do
     int *gpus = arena_alloc(arena, (size_t)shape->most_ffn * sizeof *gpus);
     for (int i = 0; i < shape->most_ffn; i++) gpus[i] = i;
     for (int layer = 0; layer < model->layers; layer++) {
-        double part = (double)layers_like(model, layer) / model->layers;
+        double part = (double)layers_like(plan, layer) / model->layers;
         if (part == 0) continue;
         for (int n = 1; n <= shape->most_ffn; n++) {
             struct layer_cost cost = cost_with(plan, layer, shape->sides, n, gpus);
@@ -163,13 +171,25 @@ static double experts_on(const struct shape *shape, int n) {
     return ceil((double)shape->point->model->moe.experts / n);
 }
 
-/* Micro-batches that are whole on a group's GPUs at a time: those under way fill and empty in turn, so of the
-   one that each of 2p worker groups is at, half are there on average. */
-static double whole_micro_batches(const struct plan *plan) {
+/* The simulator's schedules hold about so many times what Little's law says; and at least. The best plans
+   fill the memory to the brim, so both are solved for. */
+static const double waiting[] = {1.25, 0.9};
+
+/* Micro-batches that a group's GPUs hold at a time, each with what it keeps and with what a pass takes beside
+   it. By Little's law as many are under way as one's way through the ring takes longer than the busiest group
+   is at one, and those that wait; no more than an order that is given lets in. */
+static double held_micro_batches(const struct shape *shape, const struct plan *plan,
+                                 const struct allocation_problem *problem) {
     const struct order *order = &plan->order;
-    double under_way = order->wave && order->waves_in_flight ? order->wave * order->waves_in_flight
-                                                             : 2 * plan->parallel.groups;
-    return fmax(1, fmin(under_way, plan->micro_batches) / 2);
+    const struct parallel *parallel = &plan->parallel;
+    double attention = problem->attn_seconds[parallel->attn_gpus - 1];
+    double ffn = problem->ffn_seconds[parallel->ffn_gpus - 1];
+    double lane = problem->attn_nic_seconds[problem->nics > 1 ? problem->nics / 2 - 1 : 0];
+    double way = shape->point->model->layers * (attention + ffn + 2 * lane);
+    double under_way = shape->waiting * way / (shape->layers * fmax(lane, fmax(attention, ffn)));
+    if (order->wave && order->waves_in_flight)
+        under_way = fmin(under_way, order->wave * order->waves_in_flight);
+    return fmax(1, fmin(under_way, plan->micro_batches));
 }
 
 /* Static bytes of the feed-forward side are a part that all its GPUs hold and one for each expert: two plans
@@ -179,7 +199,7 @@ static void fill_memory(const struct shape *shape, const struct plan *plan,
     struct need at[2], fewer[2];
     struct plan less = *plan;
     int m = plan->parallel.attn_gpus, n = plan->parallel.ffn_gpus;
-    double whole = whole_micro_batches(plan);
+    double held = held_micro_batches(shape, plan, problem);
     needs_of(shape, plan, at);
     less.parallel.ffn_gpus = n > 1 ? n / 2 : 1;
     less.parallel.attn_nics = less.parallel.ffn_nics = NICS_SHARED;
@@ -194,8 +214,8 @@ static void fill_memory(const struct shape *shape, const struct plan *plan,
     problem->usable = plan_usable_memory(shape->point);
     problem->attn_static = attention;
     problem->ffn_static = ffn;
-    problem->attn_kept = whole * at[0].kept_bytes + at[0].backward_bytes;
-    problem->ffn_kept = (whole * at[1].kept_bytes + at[1].backward_bytes) * n / m;
+    problem->attn_kept = held * (at[0].kept_bytes + at[0].backward_bytes);
+    problem->ffn_kept = held * (at[1].kept_bytes + at[1].backward_bytes) * n / m;
 }
 
 /* ---- tables of costs --------------------------------------------------------------------------------- */
@@ -308,12 +328,37 @@ double seed_predict(const struct seed *seed, const struct plan *plan) {
     double ffn = problem->ffn_seconds[parallel->ffn_gpus - 1], lane = problem->attn_nic_seconds[nics - 1];
     int layers = plan->point->model->layers, fullest = (layers + parallel->groups - 1) / parallel->groups;
     double slower = fmax(lane, fmax(attention, ffn)), way = layers * (attention + ffn + 2 * lane);
-    double scale = parallel->attn_gpus / seed->even_attn_gpus;
-    return scale * (way + (plan->micro_batches - 1) * fullest * slower) / plan->sequences;
+    double scale = parallel->attn_gpus / seed->even_attn_gpus, interval = fullest * slower;
+    const struct order *order = &plan->order; /* lets in the next micro-batch when one has left */
+    if (order->wave && order->waves_in_flight)
+        interval = fmax(interval, way / (order->wave * order->waves_in_flight));
+    return scale * (way + (plan->micro_batches - 1) * interval) / plan->sequences;
 }
 
-/* The plan of the solution, and what the roofline predicts of it. False where the placement of GPUs and NICs
-   does not allow it after all. */
+/* The longest dispatch or combine of a settled plan where its GPUs and NICs stand. */
+static double longest_transfer(const struct shape *shape, const struct plan *plan) {
+    struct arena *arena = arena_new();
+    int layer = shape->point->model->layers - 1;
+    double longest = 0;
+    for (int g = 0; g < plan->parallel.groups; g++) {
+        struct sides sides = shape->system->sides(plan, g, arena);
+        longest = fmax(longest, plan_dispatch_cost(plan, layer, sides).seconds);
+        longest = fmax(longest, plan_combine_cost(plan, layer, sides, 1).seconds);
+    }
+    arena_free(arena);
+    return longest;
+}
+
+static bool settle(const struct shape *shape, struct plan *plan) {
+    struct errors errors = {0};
+    bool good = shape->system->settle(plan, &errors);
+    errors_free(&errors);
+    return good;
+}
+
+/* The plan of the solution, and what the roofline predicts of it. Its NICs are divided anew where that makes
+   the longest transfer shorter: how they fall on nodes is not in the program. False where the placement of
+   GPUs does not allow it after all. */
 static bool settle_seed(const struct shape *shape, struct seed *seed) {
     struct allocation a = seed->solution.allocation;
     struct plan *plan = &seed->plan;
@@ -322,20 +367,20 @@ static bool settle_seed(const struct shape *shape, struct seed *seed) {
     plan->parallel.ffn_gpus = a.ffn_gpus;
     plan->parallel.attn_nics = plan->parallel.ffn_nics = 0;
     bool good = shape->system->size(plan, &errors);
-    struct plan divided = *plan;
-    if (good) {
-        plan->parallel.attn_nics = a.attn_nics;
-        plan->parallel.ffn_nics = a.ffn_nics;
-        if (!shape->system->settle(plan, &errors)) { /* NICs a side owns depend on where its GPUs stand */
-            *plan = divided;
-            errors_free(&errors);
-            errors = (struct errors){0};
-            good = shape->system->settle(plan, &errors);
-        }
-    }
     errors_free(&errors);
-    if (!good) return false;
-    seed->predicted = seed_predict(seed, plan);
+    struct plan divided = *plan;
+    if (!good || !settle(shape, &divided)) return false;
+    plan->parallel.attn_nics = a.attn_nics;
+    plan->parallel.ffn_nics = a.ffn_nics;
+    /* Equal ones differ in the last bits. */
+    if (!settle(shape, plan) ||
+        longest_transfer(shape, &divided) < longest_transfer(shape, plan) * (1 - 1e-9))
+        *plan = divided;
+    /* No schedule is quicker than the system's own bound, which knows what the tables leave out: where GPUs
+       stand, and how long activations hold memory. */
+    struct bound bound = plan_bound(shape->system, plan);
+    if (bound.bytes > plan_usable_memory(shape->point)) return false;
+    seed->predicted = fmax(seed_predict(seed, plan), bound.seconds / plan->sequences);
     return true;
 }
 
@@ -469,6 +514,7 @@ struct hunt {
     struct choices choices;
     struct seeds *seeds;
     int most;
+    double waiting;
 };
 
 static void keep_seed(struct hunt *hunt, const struct seed *seed) {
@@ -489,7 +535,8 @@ static double limit_of(const struct hunt *hunt) {
 static void try_shape(struct hunt *hunt, int total, struct parallel parallel, int placement) {
     struct seeds *seeds = hunt->seeds;
     struct errors errors = {0};
-    struct shape shape = {.system = hunt->system, .point = hunt->point, .total = total};
+    struct shape shape = {
+        .system = hunt->system, .point = hunt->point, .total = total, .waiting = hunt->waiting};
     int experts = hunt->point->model->moe.experts;
     shape.most_ffn = total - parallel.cp < experts ? total - parallel.cp : experts;
     struct seed seed = {0};
@@ -530,19 +577,54 @@ static void try_groups(struct hunt *hunt, int p, int total) {
     }
 }
 
-struct seeds allocation_seeds(const struct system *system, const struct point *point, int most) {
-    struct seeds seeds = {.arena = arena_new(), .why = "GPUs: the cluster has too few for one group"};
-    seeds.list = must_alloc((size_t)(most > 0 ? most : 1) * sizeof *seeds.list);
-    struct hunt hunt = {system, point, choices_of(system, point), &seeds, most};
+static void hunt_all(struct hunt *hunt) {
+    const struct point *point = hunt->point;
     int gpus = cluster_gpus(point->cluster);
     for (int p = 1; p <= gpus / 2 && p <= point->model->layers; p++) {
         if (!is_open_to(point->parallel.groups, p)) continue;
         for (int r = 1, before = 0; gpus / p / r >= 2; r++) {
             int total = gpus / p / r;
-            if (total != before) try_groups(&hunt, p, total);
+            if (total != before) try_groups(hunt, p, total);
             before = total;
         }
     }
+}
+
+static bool has_plan(const struct seeds *seeds, const struct plan *plan) {
+    for (int i = 0; i < seeds->count; i++)
+        if (memcmp(&seeds->list[i].plan.parallel, &plan->parallel, sizeof plan->parallel) == 0 &&
+            seeds->list[i].plan.placement == plan->placement)
+            return true;
+    return false;
+}
+
+/* In turn from both, each once. */
+static void merge_seeds(struct seeds *seeds, const struct seeds lists[2]) {
+    for (int i = 0; i < lists[0].count || i < lists[1].count; i++)
+        for (int k = 0; k < 2; k++)
+            if (i < lists[k].count && !has_plan(seeds, &lists[k].list[i].plan))
+                seeds->list[seeds->count++] = lists[k].list[i];
+    for (int k = 0; k < 2; k++) {
+        seeds->shapes += lists[k].shapes;
+        seeds->problems += lists[k].problems;
+        seeds->solve_seconds = fmax(seeds->solve_seconds, lists[k].solve_seconds);
+    }
+    memcpy(seeds->why, lists[1].why, sizeof seeds->why);
+}
+
+struct seeds allocation_seeds(const struct system *system, const struct point *point, int most) {
+    struct seeds seeds = {.arena = arena_new()}, lists[2];
+    size_t half = (size_t)(most / 2 + 1);
+    seeds.list = must_alloc(2 * half * sizeof *seeds.list);
+    for (int k = 0; k < 2; k++) {
+        lists[k] = (struct seeds){.list = must_alloc(half * sizeof *seeds.list),
+                                  .arena = seeds.arena,
+                                  .why = "GPUs: the cluster has too few for one group"};
+        struct hunt hunt = {system, point, choices_of(system, point), &lists[k], (int)half, waiting[k]};
+        hunt_all(&hunt);
+    }
+    merge_seeds(&seeds, lists);
+    for (int k = 0; k < 2; k++) free(lists[k].list);
     return seeds;
 }
 
@@ -567,7 +649,7 @@ bool allocation_seed(const struct system *system, const struct plan *plan, struc
                      struct arena *arena, struct errors *errors) {
     const struct parallel *parallel = &plan->parallel;
     int experts = plan->point->model->moe.experts;
-    struct shape shape = {.system = system, .point = plan->point};
+    struct shape shape = {.system = system, .point = plan->point, .waiting = waiting[0]};
     shape.total = cluster_gpus(plan->point->cluster) / (parallel->groups * plan->replicas);
     shape.most_ffn = shape.total - parallel->cp < experts ? shape.total - parallel->cp : experts;
     if (!shape_place(&shape, parallel, plan->placement, arena, errors)) return false;

@@ -16,8 +16,8 @@ attn_nics, ffn_nics) is tried beside what is found; a table of costs holds for t
 
 #define MOST_SEEDS 16
 #define DEFAULT_RADIUS 2
-#define DEFAULT_TRIALS 32
-#define DEFAULT_PATIENCE 16
+#define DEFAULT_TRIALS 48
+#define DEFAULT_PATIENCE 24
 #define CPU_STEPS 5
 
 struct plan_options {
@@ -509,8 +509,8 @@ const struct verb verb_plan = {
             "  --set path=value   change the manifest (repeatable)\n"
             "  --relaxed          the paper's integer program alone: one peak, free GPUs and NICs\n"
             "  --radius N         GPUs or NICs that a neighbour differs by; default 2\n"
-            "  --trials N         layouts that are tried at most; default 32\n"
-            "  --patience N       ... without a better one; default 16\n"
+            "  --trials N         layouts that are tried at most; default 48\n"
+            "  --patience N       ... without a better one; default 24\n"
             "  --executor sim|cpu who says how long a step lasts: the simulator, or training on this\n"
             "                     machine's processors\n"
             "  --log FILE         every trial as it comes; what it holds already is not tried again\n"

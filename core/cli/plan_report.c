@@ -236,7 +236,9 @@ static void draw_roofline(const struct point *point, struct intensity intensity,
     draw_roof(drawing, nvlink, peak, '.');
     draw_roof(drawing, nic, peak, '/');
     drawing[row_of(fmin(peak, intensity.attention * nic))][column_of(intensity.attention)] = 'A';
-    drawing[row_of(fmin(peak, intensity.ffn * nic))][column_of(intensity.ffn)] = 'F';
+    char *experts = &drawing[row_of(fmin(peak, intensity.ffn * nic))][column_of(intensity.ffn)];
+    if (*experts == 'A') experts += intensity.ffn < intensity.attention ? -1 : 1; /* beside, not over it */
+    *experts = 'F';
     fprintf(stream, "\nTFLOP/s a GPU\n");
     for (int row = 0; row < ROWS; row++) {
         static const char *const labels[] = {"1000", "100", "10", "1", "0.1"};
