@@ -16,6 +16,7 @@ The roofline allocation: the integer program against brute force, and what becom
 
 #include "allocate/allocate.h"
 #include "cases.h"
+#include "disagmoe/disagmoe.h"
 
 #define CASES 1000
 #define SEED 20260512
@@ -194,9 +195,193 @@ static void test_brute_force(void **state) {
     assert_true(impossible > 0 && impossible < cases);
 }
 
+/* ---- the roofline ----------------------------------------------------------------------------------------
+ */
+
+static const char *const manifest =
+    "{\"name\": \"allocate\", \"model\": \"models/%s.json\", \"cluster\": \"clusters/h800-16x8.json\","
+    " \"systems\": [\"disagmoe\"], \"seq_len\": %d, \"global_batch\": 256%s}";
+
+static struct experiment read_experiment(const char *model, int seq_len, const char *more) {
+    char text[2048];
+    struct experiment experiment = {0};
+    struct errors errors = {0};
+    snprintf(text, sizeof text, manifest, model, seq_len, more);
+    bool read = experiment_read_text(text, "experiments/allocate.json", &experiment, &errors);
+    if (!read) errors_print(&errors, stderr);
+    assert_true(read);
+    errors_free(&errors);
+    return experiment;
+}
+
+/* The paper's forms by hand (section 3): Qwen3's g is 16, so (4096 · 2.125 + 4 · 4096) ÷ 16 and 2 · 1536. */
+static void test_paper_intensities(void **state) {
+    (void)state;
+    struct experiment experiment = read_experiment("qwen3-235b-paper", 4096, "");
+    const struct point *point = &experiment.points[0];
+    struct intensity paper = intensity_of_paper(point->model, 4096);
+    assert_within(paper.attention, (4096 * 2.125 + 16384) / 16, 1e-12);
+    assert_within(paper.ffn, 3072, 1e-12);
+    assert_within(turning_point(989e12, 50e9), 19780, 1e-12);
+    /* Exact by hand, per token: projections of 64 + 2 · 4 heads and back, router, 2 · 4097 keys on average.
+     */
+    double h = 4096, wide = 64 * 128, narrow = 4 * 128;
+    double attention = 2 * h * (2 * wide + 2 * narrow) + 2 * h * 128 + 2 * wide * 4097;
+    double experts = 8 * 3 * 2 * h * 1536, bytes = 8 * h * 2;
+    struct intensity exact = intensity_exact(point->model, 4096);
+    assert_within(exact.attention, attention / bytes, 1e-9);
+    assert_within(exact.ffn, experts / bytes, 1e-9);
+    struct roofline roofline = roofline_relaxed(point, 3);
+    assert_within(roofline.attn_flops, 3 * 4096 * attention, 1e-9);
+    assert_within(roofline.ffn_flops, 3 * 4096 * experts, 1e-9);
+    assert_within(roofline.bytes, 3 * 4096 * bytes, 1e-9);
+    assert_within(roofline.attn_flops / roofline.ffn_flops, 0.698,
+                  1e-3); /* one peak: experts have more to do */
+    assert_int_equal(roofline.gpus, 128);
+    experiment_free(&experiment);
+}
+
+/* The program of a bare roofline gives the split of its own formula. */
+static void test_relaxed_program(void **state) {
+    (void)state;
+    struct roofline roofline = {300, 100, 8, 1, 1, 1, 4, 16, 8};
+    struct arena *arena = arena_new();
+    struct allocation_problem problem = roofline_problem(&roofline, arena);
+    struct allocation_solution solution;
+    char why[128];
+    assert_true(allocation_solve(&problem, &solution, why, sizeof why));
+    assert_int_equal(solution.allocation.attn_gpus, 12);
+    assert_int_equal(solution.allocation.ffn_gpus, 4);
+    assert_true(solution.attn_seconds == 25 && solution.ffn_seconds == 25);
+    assert_within(solution.mfu, 1, 1e-12);
+    roofline.bytes = 800; /* NICs bind at 800 ÷ (4 · 4) = 50 s: half of the GPUs would do */
+    problem = roofline_problem(&roofline, arena);
+    assert_true(allocation_solve(&problem, &solution, why, sizeof why));
+    assert_true(solution.attn_seconds == 50 && solution.ffn_seconds == 50);
+    assert_int_equal(solution.allocation.attn_gpus, 6);
+    assert_int_equal(solution.allocation.ffn_gpus, 2);
+    roofline.nics = 0;
+    problem = roofline_problem(&roofline, arena);
+    assert_false(allocation_solve(&problem, &solution, why, sizeof why));
+    assert_non_null(strstr(why, "NICs"));
+    roofline.nics = 8;
+    roofline.gpus = 1;
+    problem = roofline_problem(&roofline, arena);
+    assert_false(allocation_solve(&problem, &solution, why, sizeof why));
+    assert_non_null(strstr(why, "GPUs"));
+    arena_free(arena);
+}
+
+/* What is written is the problem: another reading of it has the same optimum. */
+static void test_written_program(void **state) {
+    (void)state;
+    struct rng rng = rng_seed(SEED + 1);
+    char file[] = "/tmp/allocation-XXXXXX", why[128];
+    int handle = mkstemp(file), read = 0;
+    close(handle);
+    for (int i = 0; i < 40; i++) {
+        struct random_problem it;
+        struct allocation_solution solution;
+        struct errors errors = {0};
+        random_problem(&rng, &it);
+        if (!allocation_solve(&it.problem, &solution, why, sizeof why)) continue;
+        assert_true(allocation_write_lp(&it.problem, file, &errors));
+        glp_term_out(GLP_OFF);
+        glp_prob *again = glp_create_prob();
+        glp_iocp options;
+        glp_init_iocp(&options);
+        options.presolve = GLP_ON;
+        assert_int_equal(glp_read_lp(again, NULL, file), 0);
+        assert_int_equal(glp_intopt(again, &options), 0);
+        /* t is by the longest of all seconds that are open. */
+        double scale = 0, best = fmax(solution.attn_seconds, solution.ffn_seconds);
+        const struct allocation_problem *p = &it.problem;
+        for (int m = p->multiple; m <= p->most_attn_gpus; m += p->multiple)
+            if (p->usable == INFINITY || p->attn_static[m - 1] + p->attn_kept <= p->usable)
+                scale = fmax(scale, p->attn_seconds[m - 1]);
+        for (int n = 1; n <= p->most_ffn_gpus; n++)
+            if (p->usable == INFINITY || p->ffn_static[n - 1] + p->ffn_kept / n <= p->usable)
+                scale = fmax(scale, p->ffn_seconds[n - 1]);
+        if (p->nics) scale = fmax(scale, fmax(p->attn_nic_seconds[0], p->ffn_nic_seconds[0]));
+        assert_true(fabs(glp_mip_obj_val(again) * scale - best) <= 1e-6 * scale);
+        glp_delete_prob(again);
+        glp_free_env();
+        read++;
+    }
+    assert_true(read > 10);
+    struct errors errors = {0};
+    struct random_problem it;
+    struct allocation_solution solution;
+    do random_problem(&rng, &it);
+    while (!allocation_solve(&it.problem, &solution, why, sizeof why));
+    assert_false(allocation_write_lp(&it.problem, "/nowhere/at/all.lp", &errors));
+    assert_int_equal(errors.count, 1);
+    errors_free(&errors);
+    unlink(file);
+}
+
+/* ---- seeds -----------------------------------------------------------------------------------------------
+ */
+
+/* Seeds are plans that can be: sized, settled, and no GPU of theirs holds less than its memory. */
+static void test_seeds(void **state) {
+    (void)state;
+    static const struct {
+        const char *model, *more;
+        int seq_len;
+    } cases[] = {{"deepseek-moe-16b-paper", "", 8192},
+                 {"qwen3-235b-paper", ", \"memory\": {\"recompute\": \"full\"}", 16384},
+                 {"gpt-oss-120b-paper", ", \"parallel\": {\"groups\": 3, \"cp\": 4}", 32768},
+                 {"qwen3-235b-released", ", \"placement\": \"split-nodes\"", 4096}};
+    for (int i = 0, count = sampled(COUNT(cases)); i < count; i++) {
+        struct experiment experiment = read_experiment(cases[i].model, cases[i].seq_len, cases[i].more);
+        const struct point *point = &experiment.points[0];
+        struct seeds seeds = allocation_seeds(&disagmoe, point, 8);
+        assert_true(seeds.count > 0 && seeds.problems >= seeds.count);
+        for (int k = 0; k < seeds.count; k++) {
+            const struct seed *seed = &seeds.list[k];
+            const struct parallel *parallel = &seed->plan.parallel;
+            struct plan again = seed->plan;
+            struct errors errors = {0};
+            assert_true(disagmoe.size(&again, &errors) && disagmoe.settle(&again, &errors));
+            assert_memory_equal(&again.parallel, parallel, sizeof again.parallel);
+            assert_int_equal(parallel->attn_gpus % parallel->cp, 0);
+            assert_true(plan_bound(&disagmoe, &again).bytes <= plan_usable_memory(point));
+            assert_true(seed->predicted >= seed_predict(seed, &again) && seed->predicted < INFINITY);
+            if (point->parallel.groups) assert_int_equal(parallel->groups, point->parallel.groups);
+            if (point->parallel.cp) assert_int_equal(parallel->cp, point->parallel.cp);
+            if (point->placement_given) assert_int_equal(seed->plan.placement, point->placement);
+            if (point->memory_given & MEMORY_RECOMPUTE)
+                assert_memory_equal(&seed->plan.memory.recompute, &point->memory.recompute,
+                                    sizeof point->memory.recompute);
+        }
+        seeds_free(&seeds);
+        experiment_free(&experiment);
+    }
+}
+
+/* Clusters that are too small have no seed, and it is said why. */
+static void test_no_seed(void **state) {
+    (void)state;
+    static const struct {
+        const char *sweep, *why;
+    } cases[] = {{", \"sweep\": {\"cluster.nodes\": [1]}", "memory"},
+                 {", \"sweep\": {\"cluster.nodes\": [1]}, \"parallel\": {\"groups\": 8}", "GPUs"}};
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        struct experiment experiment = read_experiment("qwen3-235b-paper", 32768, cases[i].sweep);
+        struct seeds seeds = allocation_seeds(&disagmoe, &experiment.points[0], 8);
+        assert_int_equal(seeds.count, 0);
+        assert_non_null(strstr(seeds.why, cases[i].why));
+        seeds_free(&seeds);
+        experiment_free(&experiment);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_brute_force),
+        cmocka_unit_test(test_brute_force),     cmocka_unit_test(test_paper_intensities),
+        cmocka_unit_test(test_relaxed_program), cmocka_unit_test(test_written_program),
+        cmocka_unit_test(test_seeds),           cmocka_unit_test(test_no_seed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -27,11 +27,11 @@ Nothing here knows an executor: who calls fills the evaluator.
 /* One layer, the FLOPs and bytes of its tokens in a group's micro-batch. */
 struct roofline {
     double attn_flops, ffn_flops;             /* model FLOPs, as MFU counts them */
-    double bytes;                             /* that either side sends, and receives, through NICs */
+    double bytes;                             /* that either side sends, and receives */
     double peak_flops;                        /* of a GPU, the maker's: MFU divides by it */
     double attn_flops_per_s, ffn_flops_per_s; /* of a GPU, achieved; relaxed: the peak */
-    double nic_bytes_per_s;
-    int gpus, nics; /* to be divided */
+    double nic_bytes_per_s;                   /* achieved: of all bytes, those that stay in a node too */
+    int gpus, nics;                           /* to be divided */
 };
 
 /* The paper's, of the whole cluster, `sequences` and one forward pass, a layer on average: one peak for both

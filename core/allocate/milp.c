@@ -173,6 +173,7 @@ static void add_seconds(struct program *program, const struct request *request, 
                         int last) {
     int t = add_column(program, "t", GLP_CV, 0, INFINITY);
     double scale = scale_of(program, request);
+    char name[32];
     glp_set_obj_coef(program->glpk, t, 1);
     for (int count = first; count <= last; count++) {
         const struct table *table = &program->tables[count];
@@ -180,7 +181,8 @@ static void add_seconds(struct program *program, const struct request *request, 
         for (int value = 1; value <= table->length; value++)
             if (is_open(program, request, (enum count)count, value))
                 add_term(row, table->first + value - 1, -table->seconds[value - 1] / scale);
-        add_row(program, row, "seconds", GLP_LO, 0);
+        snprintf(name, sizeof name, "seconds_of_%s", table->name);
+        add_row(program, row, name, GLP_LO, 0);
     }
 }
 
@@ -203,10 +205,10 @@ static void add_nodes(struct program *program, struct row *row) {
     for (int side = 0; side < 2; side++) {
         add_count(program, row, side ? FFN_GPUS : ATTENTION_GPUS, blocks);
         add_term(row, nodes[side], -gpus);
-        add_row(program, row, "gpus_of_nodes", GLP_UP, 0);
+        add_row(program, row, side ? "gpus_of_ffn_nodes" : "gpus_of_attn_nodes", GLP_UP, 0);
         add_count(program, row, side ? FFN_NICS : ATTENTION_NICS, blocks);
         add_term(row, nodes[side], -nics);
-        add_row(program, row, "nics_of_nodes", GLP_UP, 0);
+        add_row(program, row, side ? "nics_of_ffn_nodes" : "nics_of_attn_nodes", GLP_UP, 0);
     }
     add_term(row, nodes[0], 1);
     add_term(row, nodes[1], 1);

@@ -167,6 +167,8 @@ static bool log_close(struct log *log, struct errors *errors) {
 
 struct seeker {
     const struct evaluator *evaluator;
+    const struct seed *seeds;
+    int seed_count;
     const struct search_options *options;
     struct search *search;
     struct log log;
@@ -245,20 +247,35 @@ struct candidates {
 /* What is predicted quickest first; what is not predicted in the order in which it was listed. */
 static int by_prediction(const void *a, const void *b) {
     const struct trial *x = a, *y = b;
-    if (isnan(x->predicted) || isnan(y->predicted)) return 0;
+    if (isnan(x->predicted) || isnan(y->predicted)) return isnan(x->predicted) - isnan(y->predicted);
     if (x->predicted != y->predicted) return x->predicted < y->predicted ? -1 : 1;
     return memcmp(&x->plan.parallel, &y->plan.parallel, sizeof x->plan.parallel);
 }
 
-static void add_candidate(struct seeker *seeker, struct candidates *candidates, const struct seed *seed,
-                          struct plan plan) {
+/* The seed whose tables a plan is in: of its groups, cp and placement, and of its replicas where there is
+   one, else of the fewest. */
+static const struct seed *seed_of(const struct seeker *seeker, const struct plan *plan) {
+    const struct seed *best = NULL;
+    for (int i = 0; i < seeker->seed_count; i++) {
+        const struct seed *seed = &seeker->seeds[i];
+        if (seed->plan.parallel.groups != plan->parallel.groups ||
+            seed->plan.parallel.cp != plan->parallel.cp || seed->plan.placement != plan->placement)
+            continue;
+        if (seed->plan.replicas == plan->replicas) return seed;
+        if (!best || seed->plan.replicas < best->plan.replicas) best = seed;
+    }
+    return best;
+}
+
+static void add_candidate(struct seeker *seeker, struct candidates *candidates, struct plan plan) {
     const struct parallel *parallel = &plan.parallel;
     if (parallel->attn_gpus < 1 || parallel->ffn_gpus < 1 || !settle(seeker->evaluator->system, &plan) ||
         was_tried(seeker, &plan))
         return;
     for (int i = 0; i < candidates->count; i++)
         if (is_same(&candidates->list[i].plan, &plan)) return;
-    double predicted = seed_predict(seed, &plan);
+    const struct seed *seed = seed_of(seeker, &plan);
+    double predicted = seed ? seed_predict(seed, &plan) : NAN;
     if (predicted == INFINITY) return;
     candidates->list =
         must_realloc(candidates->list, (size_t)(candidates->count + 1) * sizeof *candidates->list);
@@ -266,8 +283,7 @@ static void add_candidate(struct seeker *seeker, struct candidates *candidates, 
 }
 
 /* Nearest first: other numbers of GPUs with the NICs divided anew, then other divisions of the NICs. */
-static void add_neighbours(struct seeker *seeker, const struct seed *seed, const struct plan *of,
-                           struct candidates *candidates) {
+static void add_neighbours(struct seeker *seeker, const struct plan *of, struct candidates *candidates) {
     int radius = seeker->options->radius;
     for (int far = 1; far <= radius; far++)
         for (int m = -far; m <= far; m++)
@@ -277,7 +293,7 @@ static void add_neighbours(struct seeker *seeker, const struct seed *seed, const
                 plan.parallel.attn_gpus += m * plan.parallel.cp; /* whole runs */
                 plan.parallel.ffn_gpus += n;
                 plan.parallel.attn_nics = plan.parallel.ffn_nics = 0;
-                add_candidate(seeker, candidates, seed, plan);
+                add_candidate(seeker, candidates, plan);
             }
     if (of->parallel.attn_nics == NICS_SHARED) return;
     for (int far = 1; far <= radius; far++)
@@ -286,24 +302,15 @@ static void add_neighbours(struct seeker *seeker, const struct seed *seed, const
             plan.parallel.attn_nics += side * far;
             plan.parallel.ffn_nics -= side * far;
             if (plan.parallel.attn_nics < 1 || plan.parallel.ffn_nics < 1) continue;
-            add_candidate(seeker, candidates, seed, plan);
+            add_candidate(seeker, candidates, plan);
         }
 }
 
-/* The seed whose shape a plan is of: the first with its groups, cp and placement. */
-static const struct seed *seed_of(const struct seed *seeds, int count, const struct plan *plan) {
-    for (int i = 0; i < count; i++)
-        if (seeds[i].plan.parallel.groups == plan->parallel.groups &&
-            seeds[i].plan.parallel.cp == plan->parallel.cp && seeds[i].plan.placement == plan->placement)
-            return &seeds[i];
-    return &seeds[0];
-}
-
 /* From a layout on to better neighbours until there are none. */
-static void climb(struct seeker *seeker, const struct seed *seeds, int seed_count, struct plan from) {
+static void climb(struct seeker *seeker, struct plan from) {
     for (bool better = true; better && !is_stopped(seeker);) {
         struct candidates near = {0};
-        add_neighbours(seeker, seed_of(seeds, seed_count, &from), &from, &near);
+        add_neighbours(seeker, &from, &near);
         if (near.count && !isnan(near.list[0].predicted))
             qsort(near.list, (size_t)near.count, sizeof *near.list, by_prediction);
         better = false;
@@ -315,38 +322,40 @@ static void climb(struct seeker *seeker, const struct seed *seeds, int seed_coun
 }
 
 /* A round of seeds, from number `first` on. */
-static bool try_seeds(struct seeker *seeker, const struct seed *seeds, int first, int count) {
+static bool try_seeds(struct seeker *seeker, int first) {
     struct trial round[ROUND];
     int here = 0;
-    for (int k = first; k < count && k < first + ROUND; k++)
-        if (!was_tried(seeker, &seeds[k].plan))
-            round[here++] = (struct trial){seeds[k].plan, seeds[k].predicted, INFINITY};
+    for (int k = first; k < seeker->seed_count && k < first + ROUND; k++) {
+        const struct seed *seed = &seeker->seeds[k];
+        if (!was_tried(seeker, &seed->plan))
+            round[here++] = (struct trial){seed->plan, seed->predicted, INFINITY};
+    }
     return try_round(seeker, round, here);
 }
 
 /* What was predicted to be quicker than the best, and did not fit, may do so nearby. */
-static void climb_from_misfits(struct seeker *seeker, const struct seed *seeds, int count) {
+static void climb_from_misfits(struct seeker *seeker) {
     const struct search *search = seeker->search;
     int tried = search->count;
     for (int i = 0; i < tried && !is_stopped(seeker); i++) {
         const struct trial *trial = &search->trials[i];
         double best = search->best < 0 ? INFINITY : search->trials[search->best].seconds;
-        if (trial->seconds == INFINITY && trial->predicted < best) climb(seeker, seeds, count, trial->plan);
+        if (trial->seconds == INFINITY && !(trial->predicted >= best)) climb(seeker, trial->plan);
     }
 }
 
 bool allocation_search(const struct evaluator *evaluator, const struct seed *seeds, int count,
                        const struct search_options *options, struct search *search, struct errors *errors) {
-    struct seeker seeker = {evaluator, options, search, {0}, 0};
+    struct seeker seeker = {evaluator, seeds, count, options, search, {0}, 0};
     *search = (struct search){.best = -1};
     if (!log_open(&seeker.log, options, errors)) {
         free(seeker.log.known);
         return false;
     }
     for (int first = 0; first < count && !is_stopped(&seeker); first += ROUND) {
-        bool better = try_seeds(&seeker, seeds, first, count);
-        if (better) climb(&seeker, seeds, count, search->trials[search->best].plan);
-        climb_from_misfits(&seeker, seeds, count);
+        bool better = try_seeds(&seeker, first);
+        if (better) climb(&seeker, search->trials[search->best].plan);
+        climb_from_misfits(&seeker);
     }
     return log_close(&seeker.log, errors);
 }

@@ -279,10 +279,9 @@ static void fill_seed(const struct shape *shape, const struct plan *plan, struct
     roofline.ffn_flops *= 3;
     roofline.attn_flops_per_s = roofline.attn_flops / (attention * m);
     roofline.ffn_flops_per_s = roofline.ffn_flops / (ffn[n - 1] * n);
-    roofline.bytes = lane * (point->table ? roofline.bytes : nic_part(shape) * dispatch_bytes(shape, plan));
-    roofline.nic_bytes_per_s = point->table
-                                   ? roofline.bytes / (lane * transfer_seconds(shape, plan, 1))
-                                   : cluster->rates[RATE_NIC_EXCHANGE] / cluster->spine.oversubscription;
+    /* Of one NIC all in all: with what stays in a node, the latency, the NVLink bytes. */
+    roofline.bytes = lane * dispatch_bytes(shape, plan);
+    roofline.nic_bytes_per_s = roofline.bytes / (lane * transfer_seconds(shape, plan, 1));
     roofline.gpus = shape->total;
     roofline.nics = nics;
     seed->roofline = roofline;
