@@ -189,6 +189,7 @@ static double pace_of(const struct schedule *schedule, const struct timeline *ti
 }
 
 static int period_of(const struct plan *plan) {
+    if (plan->order.without & WITHOUT_INTERLEAVING) return plan->order.wave * plan->order.waves_in_flight;
     return plan->order.wave ? plan->order.wave : plan->parallel.pp ? plan->parallel.pp : 1;
 }
 
