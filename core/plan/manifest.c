@@ -153,8 +153,9 @@ static void read_order(struct json value, struct order *order) {
     *order = raw.order;
     order->patient = given && is_given(value, "patient") ? raw.patient : FLAG_OPEN;
     order->justified = given && is_given(value, "justified") ? raw.justified : FLAG_OPEN;
-    struct json without = json_member(value, "without"); /* what read_given read of it is gone */
-    if (given && without.node) order->without = read_without(without);
+    /* From the manifest itself: what read_given read of it is gone. */
+    if (given && json_member(value, "without").node)
+        order->without = read_without(json_member(value, "without"));
     if (!(order->without & WITHOUT_WAVES)) return;
     /* Micro-batch order is that of waves of one; with a larger one it only says how many are under way. */
     if (!order->wave) order->wave = 1;
