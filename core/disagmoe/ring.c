@@ -389,17 +389,11 @@ static void add_backward(struct schedule *schedule, const struct ring *ring, str
     schedule_priority(schedule, urgency(ring, m, true, 0));
 }
 
-static int smaller(int64_t a, int b) {
-    return a < b ? (int)a : b;
-}
-
 /* All micro-batches, round by round. Fills last (micro-batches, groups). A round begins behind the one that
    many micro-batches before it as may be under way. */
 static void add_rounds(struct schedule *schedule, const struct ring *ring, const struct ways *ways,
                        int *last) {
-    const struct order *order = &ring->plan->order;
-    int total = schedule->micro_batches, groups = 2 * ring->p;
-    int under_way = smaller((int64_t)order->wave * order->waves_in_flight, total);
+    int total = schedule->micro_batches, groups = 2 * ring->p, under_way = plan_under_way(ring->plan);
     int size = is_without(ring, WITHOUT_INTERLEAVING) ? under_way : 1;
     size_t count = (size_t)size, layers = (size_t)ring->layers, heads = (size_t)ring->head_count;
     struct round round = {.blocks = arena_alloc(ring->arena, count * layers * sizeof *round.blocks),
@@ -408,7 +402,7 @@ static void add_rounds(struct schedule *schedule, const struct ring *ring, const
                           .gradients = arena_alloc(ring->arena, count * heads * sizeof(int))};
     int *behind = arena_alloc(ring->arena, count * sizeof(int));
     for (round.first = 0; round.first < total; round.first += size) {
-        round.count = smaller(size, total - round.first);
+        round.count = size < total - round.first ? size : total - round.first;
         int before = round.first - under_way;
         for (int k = 0; before >= 0 && k < size; k++) behind[k] = last[(before + k) * groups];
         for (int k = 0; k < round.count; k++)

@@ -196,6 +196,11 @@ bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus);
 void plan_resize(struct plan *plan, int replicas, int replica_gpus, int attention_gpus);
 /* Says what is wrong with cp for that many attention GPUs of a stage or group. */
 bool plan_check_cp(const struct plan *plan, int attention_gpus, const char *gpus_key, struct errors *errors);
+/* Micro-batches that a searched order allows under way. */
+static inline int plan_under_way(const struct plan *plan) {
+    int64_t most = (int64_t)plan->order.wave * plan->order.waves_in_flight;
+    return most < plan->micro_batches ? (int)most : plan->micro_batches;
+}
 /* Tokens of a micro-batch on each attention GPU. */
 double plan_tokens(const struct plan *plan);
 
