@@ -45,7 +45,7 @@ struct layout {
     struct layer_cost *cost;
     struct layer_memory *memory;
     double embed[2], head[2]; /* forward, backward seconds */
-    double p2p, p2p_bytes;
+    struct transfer_cost p2p;
     struct arena *arena;
 };
 
@@ -176,12 +176,12 @@ static void price(struct layout *layout) {
         layout->embed[backward] = plan_embed_cost(plan, backward, tokens, layout->slowest[0]);
         layout->head[backward] = plan_head_cost(plan, backward, tokens, layout->slowest[pp - 1]);
     }
-    layout->p2p_bytes = tokens * model_hidden_bytes(point->model);
+    layout->p2p.bytes = tokens * model_hidden_bytes(point->model);
     if (pp > 1 && point->table)
-        layout->p2p = point->table->p2p_s;
+        layout->p2p.seconds = point->table->p2p_s;
     else if (pp > 1)
-        layout->p2p =
-            cluster_pairwise(point->cluster, layout->gpus[0], layout->gpus[1], ep, layout->p2p_bytes).seconds;
+        layout->p2p.seconds =
+            cluster_pairwise(point->cluster, layout->gpus[0], layout->gpus[1], ep, layout->p2p.bytes).seconds;
     split_layers(layout);
     /* A stage with a slow GPU, or one whose GPUs straddle nodes differently, has costs of its own; its layers
        of one kind that recompute alike have the same. */
@@ -288,14 +288,6 @@ static void order_stage(struct schedule *schedule, const struct layout *layout, 
 
 /* ---- the schedule ------------------------------------------------------------------------------------ */
 
-static int send_on(struct schedule *schedule, const struct layout *layout, enum pass pass, int layer, int m,
-                   int from, int to, int after) {
-    if (from == to) return after;
-    int op = schedule_transfer(schedule, KIND_P2P, pass, layer, m, from, to, layout->p2p, layout->p2p_bytes);
-    schedule_after(schedule, after);
-    return op;
-}
-
 /* All-to-alls run in the compute stream's order: the next chunk does not begin beside this one's last
    combine, nor does a backward chunk's first one beside the chunk before. The wait holds the compute lane for
    no time. */
@@ -316,8 +308,8 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
         const struct chunk *chunk = &layout->chunk[c];
         struct range *range = &ranges[c][0];
         if (c > 0)
-            at = send_on(schedule, layout, PASS_FORWARD, chunk->first_layer - 1, m,
-                         layout->chunk[c - 1].stage, chunk->stage, at);
+            at = plan_add_hop(schedule, PASS_FORWARD, chunk->first_layer - 1, m, layout->chunk[c - 1].stage,
+                              chunk->stage, layout->p2p, at);
         range->first = schedule->op_count;
         if (c == 0) at = schedule_compute(schedule, KIND_EMBED, PASS_FORWARD, -1, m, 0, layout->embed[0]);
         for (int l = chunk->first_layer; l < chunk->first_layer + chunk->layers; l++) {
@@ -334,7 +326,8 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
         at = wait_for(schedule, layout, chunk, PASS_FORWARD, m, at);
         range->last = schedule->op_count;
     }
-    int gradient = plan_add_head(schedule, last_stage, m, 0, 1, at, layout->head, hidden);
+    int turn = plan_add_head(schedule, last_stage, m, 0, 1, at, layout->head[0]);
+    int gradient = plan_add_head_backward(schedule, turn, layout->head[1], hidden);
     ranges[layout->chunks - 1][0].last = gradient;
     at = gradient;
     for (int c = layout->chunks - 1; c >= 0; c--) {
@@ -350,8 +343,8 @@ static void add_micro_batch(struct schedule *schedule, const struct layout *layo
         }
         ranges[c][1].last = schedule->op_count;
         if (c > 0)
-            at = send_on(schedule, layout, PASS_BACKWARD, chunk->first_layer - 1, m, chunk->stage,
-                         layout->chunk[c - 1].stage, at);
+            at = plan_add_hop(schedule, PASS_BACKWARD, chunk->first_layer - 1, m, chunk->stage,
+                              layout->chunk[c - 1].stage, layout->p2p, at);
     }
 }
 

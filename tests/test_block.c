@@ -433,7 +433,8 @@ static void test_head(void **state) {
     struct schedule *s = schedule_new(3, 4, 4);
     int arrived = schedule_compute(s, KIND_EMBED, PASS_FORWARD, -1, 3, 0, 1);
     const double seconds[] = {5, 11};
-    int backward = plan_add_head(s, 2, 3, 1, 4, arrived, seconds, 640);
+    int forward = plan_add_head(s, 2, 3, 1, 4, arrived, seconds[0]);
+    int backward = plan_add_head_backward(s, forward, seconds[1], 640);
     assert_true(backward == 2 && s->op_count == 3);
     for (int i = 1; i <= 2; i++) {
         const struct operation *op = &s->ops[i];

@@ -14,6 +14,7 @@ through all cases of its kind. A case takes as many of the ranks as its plan has
 
 #include "baselines/baselines.h"
 #include "sim/sim.h"
+#include "tests/cases.h"
 #include "tests/under_mpi.h"
 #include "train/train.h"
 
@@ -79,8 +80,9 @@ static struct sizes random_sizes(struct rng *rng, int cp) {
 /* All of a case but what the kind sets. */
 static char *random_case(struct rng *rng, struct wanted wanted) {
     static const char *const prefer[] = {"backward", "forward", "wave"};
-    struct text text = {0};
+    struct text text = {0}, without = {0};
     bool whole = wanted.whole;
+    add_random_without(&without, rng);
     struct sizes sizes = random_sizes(rng, wanted.cp);
     int pp = sizes.pp, batch = 1 + rng_below(rng, 12), some = rng_below(rng, 9);
     bool sized = whole || (sizes.vpp > 1 && pp > 1); /* interleaving needs whole rounds */
@@ -96,15 +98,16 @@ static char *random_case(struct rng *rng, struct wanted wanted) {
         "\"nics_per_node\": %d, CLUSTER}, \"systems\": [\"%s\"], \"seq_len\": %d, \"micro_batch_size\": %d, "
         "\"%s\": %d, \"parallel\": {\"pp\": %d, \"vpp\": %d, \"ep\": %d, \"groups\": %d, \"attn_gpus\": %d, "
         "\"ffn_gpus\": %d, \"cp\": %d}, \"order\": {\"wave\": %d, \"waves_in_flight\": %d, \"prefer\": "
-        "\"%s\"}, "
+        "\"%s\", \"without\": %s}, "
         "\"placement\": \"mixed-nodes\", \"head\": \"%s\", \"seed\": %d, %s}",
         layers + rng_below(rng, 2) + (wanted.family == NOISY), rng_below(rng, 3) ? "false" : "true",
         attention_of[wanted.family], whole ? 6 : experts, 1 + rng_below(rng, 3), moe_of[wanted.family], RANKS,
         RANKS, wanted.system, whole ? 48 * wanted.cp * (1 + some % 2) : seq_len, 1 + rng_below(rng, 2),
         sized ? "micro_batches" : "global_batch", sized ? pp * (1 + rng_below(rng, 2)) : batch, pp, sizes.vpp,
         sizes.ep, sizes.groups, sizes.attn, sizes.ffn, wanted.cp, 1 + rng_below(rng, 3),
-        1 + rng_below(rng, 2), word(rng, prefer, 3), rng_below(rng, 2) ? "last-ffn" : "all-ffn",
+        1 + rng_below(rng, 2), word(rng, prefer, 3), without.text, rng_below(rng, 2) ? "last-ffn" : "all-ffn",
         1 + rng_below(rng, 1000), wanted.levers);
+    free(without.text);
     return text.text;
 }
 

@@ -125,12 +125,13 @@ static void assert_good(const struct reading *reading) {
 }
 
 static void assert_order(struct order found, int wave, int waves_in_flight, int prefer, int patient,
-                         int justified) {
+                         int justified, int without) {
     assert_int_equal(found.wave, wave);
     assert_int_equal(found.waves_in_flight, waves_in_flight);
     assert_int_equal(found.prefer, prefer);
     assert_int_equal(found.patient, patient);
     assert_int_equal(found.justified, justified);
+    assert_int_equal(found.without, without);
 }
 
 /* ---- what is wrong is named -------------------------------------------------------------------------- */
@@ -330,6 +331,19 @@ static void test_messages(void **state) {
         {"order", "{\"prefer\":\"me\"}",
          "order.prefer: found \"me\"; allowed: \"backward\", \"forward\" or \"wave\""},
         {"order", "{\"waves\":1}", "order.waves: unknown key; did you mean \"wave\"?"},
+        {"order", "{\"without\":[\"duplex\",\"wave\"]}",
+         "order.without[1]: found \"wave\"; must be one of fused-combine|duplex|interleaving|waves"},
+        {"order", "{\"without\":[\"waves\",\"duplex\",\"waves\"]}",
+         "order.without[2]: found \"waves\"; is named twice"},
+        {"order", "{\"without\":[[]]}",
+         "order.without[0]: found []; must be one of fused-combine|duplex|interleaving|waves"},
+        {"order", "{\"without\":\"auto\"}",
+         "order.without: found \"auto\"; must be a list of fused-combine|duplex|interleaving|waves"},
+        {"order", "{\"without\":null}",
+         "order.without: found null; must be a list of fused-combine|duplex|interleaving|waves"},
+        {"per_system", "{\"megatron\":{\"order.without\":[\"all\"]}}",
+         "per_system.megatron.order.without[0]: found \"all\"; must be one of "
+         "fused-combine|duplex|interleaving|waves"},
         {"per_system", "{\"megatron\":{\"parallel.cp\":0}}",
          "per_system.megatron.parallel.cp: found 0; allowed: a whole number from 1 to 1048576"},
         {"per_system", "{\"disagmoe\":{\"head\":\"none\"}}",
@@ -443,7 +457,7 @@ static void test_defaults(void **state) {
     assert_true(!point->auto_memory && !point->auto_placement); /* said by nobody */
     assert_true(!point->memory_given && !point->placement_given);
     assert_int_equal(point->head, HEAD_LAST_FFN);
-    assert_order(point->order, 0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN);
+    assert_order(point->order, 0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0);
     const struct parallel open = {0};
     assert_memory_equal(&point->parallel, &open, sizeof open);
     assert_string_equal(point->routing.text, "balanced");
@@ -522,26 +536,34 @@ static void test_order_in_part(void **state) {
         const char *text; /* NULL: not in the manifest */
         struct order order;
     } cases[] = {
-        {NULL, {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
-        {"\"auto\"", {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
-        {"{}", {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
-        {"{\"wave\":5}", {5, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
-        {"{\"waves_in_flight\":3}", {0, 3, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN}},
-        {"{\"prefer\":\"backward\"}", {0, 0, PREFER_BACKWARD, FLAG_OPEN, FLAG_OPEN}},
-        {"{\"prefer\":\"forward\",\"wave\":\"auto\"}", {0, 0, PREFER_FORWARD, FLAG_OPEN, FLAG_OPEN}},
-        {"{\"patient\":true}", {0, 0, PREFER_OPEN, 1, FLAG_OPEN}},
-        {"{\"patient\":false,\"justified\":\"auto\"}", {0, 0, PREFER_OPEN, 0, FLAG_OPEN}},
-        {"{\"justified\":true,\"patient\":\"auto\"}", {0, 0, PREFER_OPEN, FLAG_OPEN, 1}},
-        {"{\"justified\":false}", {0, 0, PREFER_OPEN, FLAG_OPEN, 0}},
+        {NULL, {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0}},
+        {"\"auto\"", {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0}},
+        {"{}", {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0}},
+        {"{\"wave\":5}", {5, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0}},
+        {"{\"waves_in_flight\":3}", {0, 3, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0}},
+        {"{\"prefer\":\"backward\"}", {0, 0, PREFER_BACKWARD, FLAG_OPEN, FLAG_OPEN, 0}},
+        {"{\"prefer\":\"forward\",\"wave\":\"auto\"}", {0, 0, PREFER_FORWARD, FLAG_OPEN, FLAG_OPEN, 0}},
+        {"{\"patient\":true}", {0, 0, PREFER_OPEN, 1, FLAG_OPEN, 0}},
+        {"{\"patient\":false,\"justified\":\"auto\"}", {0, 0, PREFER_OPEN, 0, FLAG_OPEN, 0}},
+        {"{\"justified\":true,\"patient\":\"auto\"}", {0, 0, PREFER_OPEN, FLAG_OPEN, 1, 0}},
+        {"{\"justified\":false}", {0, 0, PREFER_OPEN, FLAG_OPEN, 0, 0}},
         {"{\"wave\":1048576,\"waves_in_flight\":1,\"prefer\":\"wave\",\"patient\":true,\"justified\":false}",
-         {1048576, 1, PREFER_WAVE, 1, 0}},
+         {1048576, 1, PREFER_WAVE, 1, 0, 0}},
+        {"{\"without\":[]}", {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0}},
+        {"{\"without\":[\"duplex\"]}", {0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, WITHOUT_DUPLEX}},
+        {"{\"without\":[\"interleaving\",\"fused-combine\"],\"wave\":3}",
+         {3, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, WITHOUT_INTERLEAVING | WITHOUT_FUSED_COMBINE}},
+        /* Without waves there is nothing to prefer, and a wave says only how many are under way. */
+        {"{\"without\":[\"waves\"]}", {1, 0, PREFER_WAVE, FLAG_OPEN, FLAG_OPEN, WITHOUT_WAVES}},
+        {"{\"without\":[\"waves\",\"duplex\"],\"wave\":5,\"prefer\":\"forward\",\"patient\":true}",
+         {5, 0, PREFER_WAVE, 1, FLAG_OPEN, WITHOUT_WAVES | WITHOUT_DUPLEX}},
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
         struct reading reading = read_with("order", cases[i].text);
         assert_good(&reading);
         struct order o = cases[i].order;
         assert_order(reading.experiment.points[0].order, o.wave, o.waves_in_flight, o.prefer, o.patient,
-                     o.justified);
+                     o.justified, o.without);
         reading_free(&reading);
     }
 }
@@ -663,7 +685,7 @@ static void test_given_parts(void **state) {
     assert_int_equal(point->memory.zero, 1);
     assert_true(point->memory.offload && !point->auto_memory && !point->auto_placement);
     assert_int_equal(point->memory_given, MEMORY_ALL);
-    assert_order(point->order, 16, 2, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN);
+    assert_order(point->order, 16, 2, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0);
     assert_int_equal(point->placement, PLACEMENT_MIXED);
     assert_non_null(point->table);
     assert_true(point->table->attn_fwd_s == 0.5 && point->table->optimizer_s == 2);
@@ -718,7 +740,7 @@ static void test_sweep_of_parts(void **state) {
     assert_int_equal(last->model->layers, 4);
     assert_int_equal(last->parallel.ep, 2);
     assert_int_equal(last->parallel.pp, 2);
-    assert_order(reading.experiment.points[0].order, 0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN);
+    assert_order(reading.experiment.points[0].order, 0, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0);
     reading_free(&reading);
 }
 
@@ -949,10 +971,10 @@ static void test_per_system_choices(void **state) {
     assert_true(m->memory.recompute.ffn == FFN_NONE && m->memory.zero == 1 && !m->placement_given);
     assert_int_equal(m->memory_given, MEMORY_RECOMPUTE | MEMORY_ZERO);
     assert_true(m->cluster->rates[RATE_HEAD_GEMM] == 5e14);
-    assert_order(m->order, 3, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN);
+    assert_order(m->order, 3, 0, PREFER_OPEN, FLAG_OPEN, FLAG_OPEN, 0);
     /* An object stands for the whole of what it replaces. */
     assert_true(d->parallel.attn_nics == 6 && d->parallel.cp == 0 && d->parallel.ep == 0);
-    assert_order(d->order, 0, 0, PREFER_OPEN, 1, 0);
+    assert_order(d->order, 0, 0, PREFER_OPEN, 1, 0, 0);
     assert_true(d->head == HEAD_LAST_FFN && d->auto_memory && d->memory_given == 0);
     assert_true(d->placement_given && d->placement == PLACEMENT_MIXED);
     assert_true(d->cluster->rates[RATE_HEAD_GEMM] == 600e12);

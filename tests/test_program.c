@@ -30,7 +30,8 @@ static const char manifest[] =
     "%d, \"cp\": %d}, "
     "\"memory\": {\"recompute\": {\"attention\": \"%s\", \"ffn\": \"%s\", \"layers\": %d}, \"expert_input\": "
     "\"%s\"}, \"head\": \"%s\", \"order\": {\"wave\": %d, "
-    "\"waves_in_flight\": %d, \"prefer\": \"%s\"}, \"placement\": \"mixed-nodes\", \"costs\": "
+    "\"waves_in_flight\": %d, \"prefer\": \"%s\", \"without\": %s}, \"placement\": \"mixed-nodes\", "
+    "\"costs\": "
     "{\"attn_fwd_s\": %g, "
     "\"attn_bwd_s\": %g, \"ffn_fwd_s\": %g, \"ffn_bwd_s\": %g, \"dispatch_s\": %g, \"combine_s\": %g, "
     "\"p2p_s\": %g, "
@@ -48,7 +49,8 @@ static double cost(struct rng *rng, bool zeros) {
 /* Costs of 0 make operations of no length, whose order only the sequence tells; what lives for no time is not
    in the planned peak, so then only the waiting is checked. */
 static char *random_manifest(struct rng *rng, const char *system, bool zeros) {
-    struct text text = {0};
+    struct text text = {0}, without = {0};
+    add_random_without(&without, rng);
     int pp = 1 + rng_below(rng, 3), vpp = 1 + rng_below(rng, 2), rounds = 1 + rng_below(rng, 3);
     int layers = pp * vpp + rng_below(rng, 3), cp = 1 << rng_below(rng, 3);
     text_add(&text, manifest, layers, rng_below(rng, layers), rng_below(rng, 2), system, pp * rounds, pp, vpp,
@@ -58,9 +60,10 @@ static char *random_manifest(struct rng *rng, const char *system, bool zeros) {
              pick(rng, "none", "activation", "full"), 1 + rng_below(rng, 3),
              pick(rng, "keep", "resend", "resend"), pick(rng, "last-ffn", "all-ffn", "all-ffn"),
              1 + rng_below(rng, 3), 1 + rng_below(rng, 2), pick(rng, "backward", "forward", "wave"),
+             without.text, cost(rng, zeros), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros),
              cost(rng, zeros), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros),
-             cost(rng, zeros), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros), cost(rng, zeros),
-             cost(rng, zeros));
+             cost(rng, zeros), cost(rng, zeros));
+    free(without.text);
     return text.text;
 }
 

@@ -181,7 +181,7 @@ static void test_choices(void **state) {
     plan->replicas = 8;
     plan->gpus = 9;
     plan->micro_batches = 10;
-    plan->order = (struct order){11, 12, PREFER_WAVE, true, false};
+    plan->order = (struct order){11, 12, PREFER_WAVE, true, false, 0};
     plan->placement = PLACEMENT_MIXED;
     plan->memory = (struct memory){.recompute = {ATTENTION_PROJECTIONS, FFN_ACTIVATION, 13},
                                    .expert_input = INPUT_RESEND,
@@ -203,10 +203,14 @@ static void test_choices(void **state) {
     assert_true(number(record, "gpus") == 9 && number(record, "micro_batches") == 10);
     cJSON_Delete(record);
     plan->parallel.attn_nics = plan->parallel.ffn_nics = NICS_SHARED;
+    plan->order.without = WITHOUT_WAVES | WITHOUT_FUSED_COMBINE;
     plan->memory.recompute = (struct recompute){ATTENTION_NORMS, FFN_ACTIVATION, 0};
     record = record_of(&result);
     assert_part(record, "parallel", "{\"groups\":3,\"attn_gpus\":4,\"ffn_gpus\":5,\"cp\":2,\"replicas\":8}");
     assert_string_equal(json_get_path(record, "memory.recompute")->valuestring, "selective");
+    assert_part(record, "order",
+                "{\"wave\":11,\"waves_in_flight\":12,\"prefer\":\"wave\",\"patient\":true,"
+                "\"justified\":false,\"without\":[\"fused-combine\",\"waves\"]}");
     cJSON_Delete(record);
     result = feasible(&experiment.points[0], "megatron", 100);
     result.plan.parallel = (struct parallel){.pp = 2, .vpp = 3, .ep = 4, .cp = 1};

@@ -136,6 +136,16 @@ static void test_builder(void **state) {
     assert_string_equal(operation_label(s, small.dispatch[1], label, sizeof label),
                         "dispatch forward layer 0 micro-batch 1");
     assert_string_equal(operation_label(s, small.dispatch[1], cut, sizeof cut), "dispatch");
+    s->half_duplex = true; /* all four lanes of two groups; both of one */
+    for (int from = 0; from < 2; from++) {
+        const struct operation *half =
+            &s->ops[schedule_transfer(s, KIND_P2P, PASS_FORWARD, 0, 1, from, 1, 1, 1)];
+        assert_int_equal(half->lane_count, from ? 2 : 4);
+        assert_int_equal(half->lanes[0], lane_of(from, RESOURCE_SEND));
+        assert_int_equal(half->lanes[half->lane_count - 1], lane_of(1, RESOURCE_RECV));
+        if (from == 0) assert_int_equal(half->lanes[1], lane_of(0, RESOURCE_RECV));
+        if (from == 0) assert_int_equal(half->lanes[2], lane_of(1, RESOURCE_SEND));
+    }
     int optimizer = schedule_compute(s, KIND_OPTIMIZER, PASS_FORWARD, -1, -1, 0, 1);
     assert_string_equal(operation_label(s, optimizer, label, sizeof label), "optimizer");
     s->ops[small.ffn[0]].chunks = 2;
@@ -974,6 +984,7 @@ static struct sample *sample_new(uint64_t seed) {
     int groups = 1 + rng_below(&sample->rng, 4);
     struct schedule *s = schedule_new(groups, 1 + rng_below(&sample->rng, 3), 1 + rng_below(&sample->rng, 3));
     sample->schedule = s;
+    s->half_duplex = rng_below(&sample->rng, 3) == 0;
     for (int group = 0; group < groups; group++)
         schedule_group(s, group, 8, rng_below(&sample->rng, 100), "G%d", group);
     for (int pass = 0; pass < PASS_COUNT; pass++)

@@ -421,12 +421,15 @@ static char *random_manifest(struct rng *rng) {
                  CHOOSE(rng, "keep", "resend"), CHOOSE(rng, "fp32", "bf16"), CHOOSE(rng, "fp32", "bf16"),
                  between(rng, 0, 1), CHOOSE(rng, "true", "false"));
     }
-    if (chance(rng, 0.98))
+    if (chance(rng, 0.98)) {
         text_add(&text,
                  "\"order\":{\"wave\":%d,\"waves_in_flight\":%d,\"prefer\":\"%s\",\"patient\":%s,"
-                 "\"justified\":%s},",
+                 "\"justified\":%s,\"without\":",
                  between(rng, 1, 16), between(rng, 1, 4), CHOOSE(rng, "backward", "forward", "wave"),
                  CHOOSE(rng, "false", "true"), CHOOSE(rng, "false", "true"));
+        add_random_without(&text, rng);
+        text_add(&text, "},");
+    }
     if (chance(rng, 0.3)) text_add(&text, "\"head\":\"all-ffn\",");
     text_add(&text, "\"placement\":\"%s\",\"routing\":\"%s\",\"seed\":%d",
              CHOOSE(rng, "split-nodes", "mixed-nodes", "mixed-nodes", "auto"),
@@ -590,7 +593,8 @@ static bool swap_transfers(struct schedule *schedule, struct rng *rng) {
         if ((first + k) % schedule->lane_count % RESOURCE_COUNT == RESOURCE_COMPUTE) continue;
         for (int i = 1; i < lane->count; i++) {
             const struct operation *a = &schedule->ops[lane->ops[i - 1]], *b = &schedule->ops[lane->ops[i]];
-            if (a->lanes[0] != b->lanes[0] || a->lanes[1] != b->lanes[1]) continue;
+            if (a->lanes[0] != b->lanes[0] || a->lanes[a->lane_count - 1] != b->lanes[b->lane_count - 1])
+                continue;
             swap_ints(&lane->ops[i - 1], &lane->ops[i]);
             free(schedule->sequence); /* found for the old order */
             schedule->sequence = NULL;

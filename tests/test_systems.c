@@ -1132,6 +1132,107 @@ static void test_policy(void **state) {
             }
 }
 
+/* ---- parts of AF-Pipe that are off ------------------------------------------------------------------- */
+
+static int group_of(const struct operation *op, bool receiver) {
+    return op->lanes[receiver ? op->lane_count - 1 : 0] / RESOURCE_COUNT;
+}
+
+/* Combine returns to its own A-group and a hop goes on from there; of the last layer neither. */
+static void check_hops(const struct run *run, int p, bool off) {
+    const struct schedule *s = run->schedule;
+    int layers = s->layers, hops = 0;
+    for (int i = 0; i < s->op_count; i++) {
+        const struct operation *op = &s->ops[i];
+        if (op->kind != KIND_COMBINE && op->kind != KIND_P2P) continue;
+        bool backward = op->pass == PASS_BACKWARD, hop = op->kind == KIND_P2P;
+        int g = op->layer % p, next = (g + 1) % p, from = hop ? g : p + g;
+        int to = op->layer == layers - 1 ? p + g : hop ? next : off ? g : next;
+        assert_int_equal(group_of(op, backward), from);
+        assert_int_equal(group_of(op, !backward), to);
+        hops += hop;
+    }
+    assert_int_equal(hops, off && p > 1 ? 2 * (layers - 1) * s->micro_batches : 0);
+}
+
+/* Whether some group ever sends one transfer and receives another at one time. */
+static bool is_duplex(const struct run *run) {
+    const struct schedule *s = run->schedule;
+    for (int g = 0; g < s->group_count; g++) {
+        const struct lane *send = &s->lanes[lane_of(g, RESOURCE_SEND)];
+        const struct lane *receive = &s->lanes[lane_of(g, RESOURCE_RECV)];
+        for (int i = 0; i < send->count; i++)
+            for (int k = 0; k < receive->count; k++) {
+                int a = send->ops[i], b = receive->ops[k];
+                bool apart = run->timeline.end[a] <= run->timeline.start[b] ||
+                             run->timeline.end[b] <= run->timeline.start[a];
+                if (a != b && !apart) return true;
+            }
+    }
+    return false;
+}
+
+/* Whether every group's computations are, round by round, all forward and then all backward. */
+static bool goes_in_rounds(const struct run *run, int under_way) {
+    const struct schedule *s = run->schedule;
+    for (int g = 0; g < s->group_count; g++) {
+        const struct lane *lane = &s->lanes[lane_of(g, RESOURCE_COMPUTE)];
+        int phase = 0;
+        for (int i = 0; i < lane->count; i++) {
+            const struct operation *op = &s->ops[lane->ops[i]];
+            if (op->kind == KIND_OPTIMIZER) continue;
+            int here = 2 * (op->micro_batch / under_way) + (op->pass != PASS_FORWARD);
+            if (here < phase) return false;
+            phase = here;
+        }
+    }
+    return true;
+}
+
+/* One micro-batch alone meets nobody: its way in and back, with the hops, is the step, and the bound. */
+static void check_one_alone(const struct run *run, int p, bool hops) {
+    double way = 5 * (3 + 13 + 7 + 15 + 13 + 7) + 2 * 5 * 12 + 300 + (hops && p > 1 ? 2 * 4 * 17 : 0);
+    assert_within(run->result.step_time, way, EXACT);
+    assert_within(plan_bound(run->result.system, &run->result.plan).busy, way, EXACT);
+}
+
+static void test_parts_off(void **state) {
+    (void)state;
+    static const char *const words[] = {"\"fused-combine\"", "\"duplex\"", "\"interleaving\"", "\"waves\""};
+    int duplex = 0, mixed = 0;
+    for (int p = 1; p <= 3; p++)
+        for (int off = 0; off < 16; off++)
+            for (int m = 1; m <= 13; m += 4) {
+                char sweep[160] = ",\"order.wave\":[3],\"order.waves_in_flight\":[2],\"order.without\":[[";
+                for (int k = 0, said = 0; k < 4; k++)
+                    if (off >> k & 1) strcat(strcat(sweep, said++ ? "," : ""), words[k]);
+                strcat(sweep, "]]");
+                struct run run = run_system(
+                    "disagmoe", (struct shape){5, 0, 1, 8, sweep},
+                    "\"micro_batches\":%d,\"parallel\":{\"groups\":%d,\"attn_gpus\":1,\"ffn_gpus\":1},"
+                    "\"memory\":{},\"placement\":\"mixed-nodes\",\"costs\":{\"attn_fwd_s\":3,"
+                    "\"attn_bwd_s\":7,\"ffn_fwd_s\":7,\"ffn_bwd_s\":15,\"dispatch_s\":13,\"combine_s\":12,"
+                    "\"p2p_s\":17,\"head_fwd_s\":120,\"head_bwd_s\":180}",
+                    m, p);
+                check_hops(&run, p, off & WITHOUT_FUSED_COMBINE);
+                if (m == 1) check_one_alone(&run, p, off & WITHOUT_FUSED_COMBINE);
+                if (off & WITHOUT_DUPLEX)
+                    assert_false(is_duplex(&run));
+                else
+                    duplex += is_duplex(&run);
+                if (off & WITHOUT_INTERLEAVING)
+                    assert_true(goes_in_rounds(&run, 6));
+                else
+                    mixed += !goes_in_rounds(&run, 6);
+                if (off ==
+                    WITHOUT_WAVES) /* in micro-batch order a wave is one, whatever the manifest prefers */
+                    for (int g = 0; g < 2 * p; g++)
+                        check_policy(&run, lane_of(g, RESOURCE_COMPUTE), 1, "wave");
+                run_free(&run);
+            }
+    assert_true(duplex > 30 && mixed > 30);
+}
+
 /* ---- stages ------------------------------------------------------------------------------------------ */
 
 /* Layers are spread so that the slowest stage, embedding and head included, is as fast as can be. */
@@ -1191,6 +1292,7 @@ int main(void) {
         cmocka_unit_test(test_layouts),
         cmocka_unit_test(test_where_the_ring_stands),
         cmocka_unit_test(test_policy),
+        cmocka_unit_test(test_parts_off),
         cmocka_unit_test(test_stages_are_balanced),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

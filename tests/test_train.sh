@@ -102,6 +102,7 @@ qwen3 megatron parallel={"pp":1,"ep":8} memory.offload=true
 gptoss megatron parallel={"pp":3,"vpp":1,"ep":1} global_batch=10 memory.expert_input=resend
 deepseek megatron parallel={"pp":1,"vpp":1,"ep":3} global_batch=9 routing=zipf:0.5 train.forced_routing=true
 qwen3 disagmoe parallel={"groups":1,"attn_gpus":5,"ffn_gpus":3} global_batch=12
+qwen3 disagmoe parallel={"groups":3,"attn_gpus":1,"ffn_gpus":1} order.without=["fused-combine","duplex","interleaving","waves"]
 qwen3 disagmoe parallel={"groups":4,"attn_gpus":1,"ffn_gpus":1} order={"wave":1,"waves_in_flight":8,"prefer":"backward"}
 gptoss disagmoe parallel={"groups":1,"attn_gpus":1,"ffn_gpus":2} micro_batch_size=2 memory.recompute=full
 deepseek disagmoe parallel={"groups":3,"attn_gpus":1,"ffn_gpus":1} memory.expert_input=resend memory.recompute=none

@@ -141,7 +141,7 @@ static void try_orders(struct hunt *hunt, struct plan plan) {
     for (int wave = 1; wave <= all && hunt->system->searches_order; wave++)
         for (int waves = 1; wave * (waves - 1) < all; waves++)
             for (int policy = 0; policy < 4 * PREFER_COUNT; policy++) {
-                plan.order = (struct order){wave, waves, policy / 4, policy / 2 % 2, policy % 2};
+                plan.order = (struct order){wave, waves, policy / 4, policy / 2 % 2, policy % 2, 0};
                 try_states(hunt, plan);
             }
 }

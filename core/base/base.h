@@ -108,6 +108,8 @@ const char *json_text(struct arena *arena, const cJSON *value);
 
 /* Text of a JSON_CHOICE: word number index of "a|b|c", in the arena. */
 const char *choice_word(struct arena *arena, const char *choices, int index);
+/* The number of a word in them, or −1. */
+int choice_index(const char *choices, const char *word);
 
 /* ---- writing JSON ------------------------------------------------------------------------------------ */
 

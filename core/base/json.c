@@ -136,8 +136,7 @@ static bool within(const struct json_field *field, double value) {
     return field->type != JSON_INT || (value == floor(value) && value >= INT_MIN && value <= INT_MAX);
 }
 
-/* Index of the word in "a|b|c", or −1. */
-static int choice_index(const char *choices, const char *word) {
+int choice_index(const char *choices, const char *word) {
     size_t length = strlen(word);
     for (int index = 0;; index++) {
         size_t here = strcspn(choices, "|");

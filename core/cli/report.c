@@ -159,14 +159,14 @@ static void print_speedup(const struct result *result, const struct range *paper
 /* ---- what the speedups rest on ----------------------------------------------------------------------- */
 
 /* What a manifest says of a choice. */
-enum choice_state { CHOICE_SEARCHED, CHOICE_GIVEN, CHOICE_DEFAULT, CHOICE_BY_POINT };
+enum choice_state { CHOICE_SEARCHED, CHOICE_GIVEN, CHOICE_DEFAULT, CHOICE_BY_POINT, CHOICE_ABSENT };
 static const char *const state_names[] = {"searched", "given", "default", "given by point"};
 
 struct choice {
     const char *name, *group; /* "zero" of "memory"; group NULL: its own */
     int state, number;        /* 0: the value is no number, or not given */
 };
-#define MOST_CHOICES 16
+#define MOST_CHOICES 17
 
 static void add_number(struct choice *choices, int *count, const char *name, int given, int otherwise) {
     choices[(*count)++] =
@@ -193,6 +193,8 @@ static void add_order(struct choice *choices, int *count, const struct order *or
     for (size_t i = 0; i < COUNT(names); i++)
         choices[(*count)++] =
             (struct choice){names[i], "order", given[i] ? CHOICE_GIVEN : CHOICE_SEARCHED, 0};
+    choices[(*count)++] =
+        (struct choice){"order.without", NULL, order->without ? CHOICE_GIVEN : CHOICE_ABSENT, order->without};
 }
 
 /* All choices that a system has at a point, always in the same order; their number. What follows from the
@@ -244,6 +246,16 @@ static bool stands_for_group(const struct choice *choices, int count, int at) {
     return same;
 }
 
+static void add_without(struct text *line, int without) {
+    const char *before = " ";
+    for (const char *word = WITHOUT_CHOICES; without; without >>= 1) {
+        int length = (int)strcspn(word, "|");
+        if (without & 1) text_add(line, "%s%.*s", before, length, word);
+        if (without & 1) before = " + ";
+        word += length + (word[length] != 0);
+    }
+}
+
 /* "given ep 16, memory; " */
 static void add_choices(struct text *line, const struct choice *choices, int count, int state, bool paper) {
     const char *before = state_names[state];
@@ -252,7 +264,10 @@ static void add_choices(struct text *line, const struct choice *choices, int cou
         bool again = group && i > 0 && choices[i - 1].group == choices[i].group;
         if (choices[i].state != state || again) continue;
         text_add(line, "%s %s", before, group ? choices[i].group : choices[i].name);
-        if (state == CHOICE_GIVEN && choices[i].number) text_add(line, " %d", choices[i].number);
+        if (state == CHOICE_GIVEN && strcmp(choices[i].name, "order.without") == 0)
+            add_without(line, choices[i].number);
+        else if (state == CHOICE_GIVEN && choices[i].number)
+            text_add(line, " %d", choices[i].number);
         bool ep = strcmp(choices[i].name, "ep") == 0 && choices[i].number == 16;
         if (paper && ep && state == CHOICE_GIVEN) text_add(line, " as in the paper");
         before = ",";

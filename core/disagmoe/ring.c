@@ -23,6 +23,14 @@ operation's place is how far round its micro-batch's trip it is: forward layer l
 A transfer needs two lanes at once. Greedy lanes take whatever can start; patient ones wait for the most
 urgent. A justified order is what the list-scheduler finds under the policy, improved
 (core/schedule/justify.c).
+
+Parts that are off (order.without), to see what each is worth:
+- fused-combine: combine returns to its own A-group, and the residual stream goes on from there point to
+point, as between a pipeline's stages. The last layer's combine goes to the head all the same.
+- duplex: a group sends or receives.
+- interleaving: micro-batches go in rounds of as many as may be under way, all of a round forward, then all
+backward, the next round behind it.
+- waves: of two ready operations the earlier micro-batch's goes first, whatever their pass and place.
 */
 #include "disagmoe/disagmoe.h"
 
@@ -40,9 +48,23 @@ static const struct side *side_of(const struct ring *ring, int replica, int g, b
     return ffn ? &ring->placement.ffn[block] : &ring->placement.attention[block];
 }
 
+static int after(const struct ring *ring, int g) {
+    return (g + 1) % ring->p;
+}
+
+static bool is_without(const struct ring *ring, enum without part) {
+    return ring->plan->order.without & part;
+}
+
+/* The last layer's output goes to the head, where no A-group comes next. */
+bool ring_hops(const struct ring *ring, int layer) {
+    return is_without(ring, WITHOUT_FUSED_COMBINE) && ring->p > 1 && layer < ring->layers - 1;
+}
+
 static struct sides sides_of(const struct ring *ring, int replica, int g) {
+    int next = is_without(ring, WITHOUT_FUSED_COMBINE) ? g : after(ring, g);
     return (struct sides){*side_of(ring, replica, g, false), *side_of(ring, replica, g, true),
-                          *side_of(ring, replica, (g + 1) % ring->p, false)};
+                          *side_of(ring, replica, next, false)};
 }
 
 /* A side's GPUs in all replicas. */
@@ -164,6 +186,9 @@ static void price_ends(struct ring *ring) {
         ring->last_combine[i] = plan_combine_cost(plan, last, sides, parts);
         slowest = fmin(slowest, cluster_slowest(cluster, sides.next.gpus, ring->n));
     }
+    for (int g = 0; is_without(ring, WITHOUT_FUSED_COMBINE) && g < ring->p && ring->p > 1; g++)
+        ring->hop[g] = plan_hop_cost(plan, *side_of(ring, ring->modelled, g, false),
+                                     *side_of(ring, ring->modelled, after(ring, g), false));
     double a_slowest = cluster_slowest(cluster, side_of(ring, ring->modelled, 0, false)->gpus, ring->m);
     for (int backward = 0; backward < 2; backward++) {
         ring->embed[backward] = plan_embed_cost(plan, backward, tokens, a_slowest);
@@ -181,6 +206,7 @@ struct ring *ring_new(const struct plan *plan) {
                           .n = plan->parallel.ffn_gpus,
                           .layers = plan->point->model->layers,
                           .arena = arena};
+    ring->hop = arena_alloc(arena, (size_t)ring->p * sizeof *ring->hop);
     place_ring(ring);
     ring->cost = arena_alloc(arena, (size_t)ring->layers * sizeof *ring->cost);
     ring->memory = arena_alloc(arena, (size_t)ring->layers * sizeof *ring->memory);
@@ -258,8 +284,8 @@ struct need ring_ffn_need(const struct ring *ring, int g) {
 /* Which of two ready operations goes first: smaller does. */
 static int64_t urgency(const struct ring *ring, int micro_batch, bool backward, int layer) {
     const struct order *order = &ring->plan->order;
-    int64_t wave = micro_batch / order->wave, place = backward ? 2 * ring->layers - 1 - layer : layer;
-    int64_t first = 0;
+    int64_t wave = is_without(ring, WITHOUT_WAVES) ? micro_batch : micro_batch / order->wave;
+    int64_t place = backward ? 2 * ring->layers - 1 - layer : layer, first = 0;
     if (order->prefer == PREFER_BACKWARD) first = !backward;
     if (order->prefer == PREFER_FORWARD) first = backward;
     return ((first * (1 << 20) + wave) * (1 << 12) + place) * (1 << 20) + micro_batch;
@@ -269,26 +295,10 @@ static void set_urgency(struct schedule *schedule, int first, int last, int64_t 
     for (int op = first; op < last; op++) schedule->ops[op].priority = urgency;
 }
 
-/* The last layer's output goes to the head's groups: each has forward and backward on its part of the tokens.
-   Fills the operations that put the gradient there. */
-static void add_heads(struct schedule *schedule, const struct ring *ring, int m, int arrived,
-                      int *gradients) {
-    int last = ring->layers - 1, count = ring->head_count;
-    double hidden = ring->memory[0].layer_input * ring->m / ring->n / count;
-    for (int i = 0; i < count; i++) {
-        int backward =
-            plan_add_head(schedule, ring->p + ring->heads[i], m, i, count, arrived + i, ring->head, hidden);
-        set_urgency(schedule, backward - 1, backward, urgency(ring, m, false, last));
-        set_urgency(schedule, backward, backward + 1, urgency(ring, m, true, last));
-        gradients[i] = backward;
-    }
-}
-
 /* The groups that take each layer's output. */
 struct ways {
-    int *next;  /* (p) the A-group behind each group */
+    int *next;  /* (p) the A-group that each group's combine goes to */
     int *heads; /* (head_count) schedule groups */
-    int *gradients;
 };
 
 static struct block block_of(const struct ring *ring, const struct ways *ways, int l, int m) {
@@ -305,29 +315,102 @@ static struct block block_of(const struct ring *ring, const struct ways *ways, i
         .micro_batch = m};
 }
 
-/* A micro-batch's last operation on each group: the backward pass of the group's first layer. last[g] is of
-   A-group g, last[p + g] of F-group g. */
-static void add_micro_batch(struct schedule *schedule, const struct ring *ring, const struct ways *ways,
-                            int m, int behind, struct block *blocks, int *last) {
-    int p = ring->p;
+static int add_hop(struct schedule *schedule, const struct ring *ring, enum pass pass, int l, int m,
+                   int behind) {
+    int g = l % ring->p, next = after(ring, g);
+    bool forward = pass == PASS_FORWARD;
+    return plan_add_hop(schedule, pass, l, m, forward ? g : next, forward ? next : g, ring->hop[g], behind);
+}
+
+/* Micro-batches that go forward before any of them turns round: one, or all that are under way. */
+struct round {
+    int first, count;
+    struct block *blocks; /* (count, layers) */
+    int *arrived;         /* (count) the last layer's combine, to the first head */
+    int *forwards;        /* (count) of one head */
+    int *gradients;       /* (count, head_count) */
+};
+
+static void add_forward(struct schedule *schedule, const struct ring *ring, const struct ways *ways,
+                        struct round *round, int k, const int *behind, int behind_count) {
+    int m = round->first + k;
     int at = schedule_compute(schedule, KIND_EMBED, PASS_FORWARD, -1, m, 0, ring->embed[0]);
-    schedule_after(schedule, behind);
+    for (int i = 0; i < behind_count; i++) schedule_after(schedule, behind[i]);
     schedule_priority(schedule, urgency(ring, m, false, 0));
     for (int l = 0; l < ring->layers; l++) {
-        blocks[l] = block_of(ring, ways, l, m);
-        at = block_forward(schedule, &blocks[l], at);
-        set_urgency(schedule, blocks[l].forward_first, blocks[l].forward_last, urgency(ring, m, false, l));
+        struct block *block = &round->blocks[k * ring->layers + l];
+        *block = block_of(ring, ways, l, m);
+        at = block_forward(schedule, block, at);
+        if (ring_hops(ring, l)) at = add_hop(schedule, ring, PASS_FORWARD, l, m, at);
+        set_urgency(schedule, block->forward_first, schedule->op_count, urgency(ring, m, false, l));
     }
-    add_heads(schedule, ring, m, at, ways->gradients);
+    round->arrived[k] = at;
+}
+
+/* The last layer's output goes to the head's groups: each has forward and backward on its part of the tokens.
+   No micro-batch of the round turns round before all have come. */
+static void add_heads(struct schedule *schedule, const struct ring *ring, struct round *round) {
+    int last = ring->layers - 1, count = ring->head_count;
+    double hidden = ring->memory[0].layer_input * ring->m / ring->n / count;
+    for (int i = 0; i < count; i++) {
+        for (int k = 0; k < round->count; k++) {
+            int m = round->first + k;
+            round->forwards[k] = plan_add_head(schedule, ring->p + ring->heads[i], m, i, count,
+                                               round->arrived[k] + i, ring->head[0]);
+            schedule_priority(schedule, urgency(ring, m, false, last));
+        }
+        for (int k = 0; k < round->count; k++) {
+            int backward = plan_add_head_backward(schedule, round->forwards[k], ring->head[1], hidden);
+            for (int other = 0; other < round->count; other++)
+                if (other != k) schedule_after(schedule, round->forwards[other]);
+            schedule_priority(schedule, urgency(ring, round->first + k, true, last));
+            round->gradients[k * count + i] = backward;
+        }
+    }
+}
+
+/* Fills a micro-batch's last operation on each group: the backward pass of the group's first layer. last[g]
+   is of A-group g, last[p + g] of F-group g. */
+static void add_backward(struct schedule *schedule, const struct ring *ring, struct round *round, int k,
+                         int *last) {
+    int p = ring->p, m = round->first + k, at = -1;
     for (int l = ring->layers - 1; l >= 0; l--) {
-        at = block_backward(schedule, &blocks[l], l == ring->layers - 1 ? ways->gradients : &at);
-        set_urgency(schedule, blocks[l].backward_first, blocks[l].backward_last, urgency(ring, m, true, l));
+        struct block *block = &round->blocks[k * ring->layers + l];
+        bool ends = l == ring->layers - 1;
+        int first = schedule->op_count;
+        if (ring_hops(ring, l)) at = add_hop(schedule, ring, PASS_BACKWARD, l, m, at);
+        at = block_backward(schedule, block, ends ? round->gradients + k * ring->head_count : &at);
+        set_urgency(schedule, first, block->backward_last, urgency(ring, m, true, l));
         last[l % p] = at; /* a later layer's is overwritten by an earlier one's */
-        last[p + l % p] = blocks[l].ffn_backward;
+        last[p + l % p] = block->ffn_backward;
     }
     last[0] = schedule_compute(schedule, KIND_EMBED, PASS_BACKWARD, -1, m, 0, ring->embed[1]);
     schedule_after(schedule, at);
     schedule_priority(schedule, urgency(ring, m, true, 0));
+}
+
+/* All micro-batches, round by round. Fills last (micro-batches, groups). A round begins behind the one that
+   many micro-batches before it as may be under way. */
+static void add_rounds(struct schedule *schedule, const struct ring *ring, const struct ways *ways,
+                       int *last) {
+    int total = schedule->micro_batches, groups = 2 * ring->p, under_way = plan_under_way(ring->plan);
+    int size = is_without(ring, WITHOUT_INTERLEAVING) ? under_way : 1;
+    size_t count = (size_t)size, layers = (size_t)ring->layers, heads = (size_t)ring->head_count;
+    struct round round = {.blocks = arena_alloc(ring->arena, count * layers * sizeof *round.blocks),
+                          .arrived = arena_alloc(ring->arena, count * sizeof(int)),
+                          .forwards = arena_alloc(ring->arena, count * sizeof(int)),
+                          .gradients = arena_alloc(ring->arena, count * heads * sizeof(int))};
+    int *behind = arena_alloc(ring->arena, count * sizeof(int));
+    for (round.first = 0; round.first < total; round.first += size) {
+        round.count = size < total - round.first ? size : total - round.first;
+        int before = round.first - under_way;
+        for (int k = 0; before >= 0 && k < size; k++) behind[k] = last[(before + k) * groups];
+        for (int k = 0; k < round.count; k++)
+            add_forward(schedule, ring, ways, &round, k, behind, before >= 0 ? size : 0);
+        add_heads(schedule, ring, &round);
+        for (int k = 0; k < round.count; k++)
+            add_backward(schedule, ring, &round, k, last + (round.first + k) * groups);
+    }
 }
 
 /* A group's step ends behind its last operation of every micro-batch. What others still wait for goes first:
@@ -343,20 +426,18 @@ static void end_step(struct schedule *schedule, int group, int groups, struct st
 
 struct schedule *ring_schedule(const struct plan *plan) {
     struct ring *ring = ring_new(plan);
-    int p = ring->p, groups = 2 * p, in_flight = plan->order.wave * plan->order.waves_in_flight;
+    int p = ring->p, groups = 2 * p;
+    bool returns = is_without(ring, WITHOUT_FUSED_COMBINE);
     struct schedule *schedule = schedule_new(groups, ring->layers, plan->micro_batches);
     schedule->patient = plan->order.patient > 0;
     schedule->justified = plan->order.justified > 0;
-    struct block *blocks = must_alloc((size_t)ring->layers * sizeof *blocks);
+    schedule->half_duplex = is_without(ring, WITHOUT_DUPLEX);
     int *last = must_alloc((size_t)plan->micro_batches * (size_t)groups * sizeof *last);
     struct ways ways = {arena_alloc(ring->arena, (size_t)p * sizeof(int)),
-                        arena_alloc(ring->arena, (size_t)ring->head_count * sizeof(int)),
                         arena_alloc(ring->arena, (size_t)ring->head_count * sizeof(int))};
-    for (int g = 0; g < p; g++) ways.next[g] = (g + 1) % p;
+    for (int g = 0; g < p; g++) ways.next[g] = returns ? g : after(ring, g);
     for (int i = 0; i < ring->head_count; i++) ways.heads[i] = p + ring->heads[i];
-    for (int m = 0; m < plan->micro_batches; m++)
-        add_micro_batch(schedule, ring, &ways, m, m >= in_flight ? last[(m - in_flight) * groups] : -1,
-                        blocks, last + m * groups);
+    add_rounds(schedule, ring, &ways, last);
     for (int g = 0; g < p; g++) {
         struct need a = ring_attention_need(ring, g), f = ring_ffn_need(ring, g);
         schedule_group(schedule, g, ring->m, a.static_bytes, "A%d", g);
@@ -364,7 +445,6 @@ struct schedule *ring_schedule(const struct plan *plan) {
         end_step(schedule, g, groups, a.end, last);
         end_step(schedule, p + g, groups, f.end, last);
     }
-    free(blocks);
     free(last);
     ring_free(ring);
     return schedule;

@@ -19,6 +19,7 @@ struct ring {
     struct layer_cost *cost;
     struct layer_memory *memory;
     struct transfer_cost *last_combine; /* (head_count) */
+    struct transfer_cost *hop;          /* (p) from each A-group to the next; none where combine goes there */
     double embed[2], head[2];           /* head: of one group's part */
     struct arena *arena;
 };
@@ -27,6 +28,8 @@ struct ring {
 struct ring *ring_new(const struct plan *plan);
 void ring_free(struct ring *ring);
 
+/* Whether a layer's output is combined on its own A-group and goes on from there. */
+bool ring_hops(const struct ring *ring, int layer);
 /* What a layer recomputes. */
 struct recompute ring_recompute(const struct ring *ring, int layer);
 /* Of the GPUs of each side of group g. */

@@ -85,7 +85,8 @@ static struct sides sides(const struct plan *plan, int group, struct arena *aren
     struct errors errors = {0};
     placement_make(plan, arena, &placement, &errors); /* settle has seen to it */
     assert(errors.count == 0);
-    int next = (group + 1) % plan->parallel.groups;
+    bool returns = plan->order.without & WITHOUT_FUSED_COMBINE;
+    int next = returns ? group : (group + 1) % plan->parallel.groups;
     return (struct sides){placement.attention[group], placement.ffn[group], placement.attention[next]};
 }
 
@@ -158,7 +159,7 @@ static int layouts(const struct point *point, struct parallel *found, int capaci
 /* One micro-batch alone, as soon as each operation can be: seconds from its first operation's start. Nothing
    that waits for an operation can end sooner behind it than here. */
 struct trip {
-    double *due;            /* (layers) the layer's input begins to arrive */
+    double *due;            /* (layers) the layer's input begins to arrive on its group */
     double *attention;      /* attention begins */
     double *dispatched;     /* dispatch begins */
     double *ffn;            /* the feed-forward part begins */
@@ -181,6 +182,16 @@ static double last_combine(const struct ring *ring) {
 
 static double combine_of(const struct ring *ring, int layer) {
     return layer == ring->layers - 1 ? last_combine(ring) : ring->cost[layer].combine.seconds;
+}
+
+/* Seconds of the hop behind a layer's combine. */
+static double hop_of(const struct ring *ring, int layer) {
+    return ring_hops(ring, layer) ? ring->hop[layer % ring->p].seconds : 0;
+}
+
+/* Seconds in which a layer's output comes to the A-group of the next, or its gradient leaves that. */
+static double arrival_of(const struct ring *ring, int layer) {
+    return ring_hops(ring, layer) ? hop_of(ring, layer) : ring->cost[layer].combine.seconds;
 }
 
 /* Backward through one layer whose output's gradient is there at `now`; returns when its input's is. */
@@ -218,9 +229,11 @@ static struct trip trip_of(const struct ring *ring) {
         trip.ffn[l] = trip.dispatched[l] + cost->dispatch.seconds;
         due = trip.ffn[l] + cost->ffn[PASS_FORWARD];
         now = due + (l == ring->layers - 1 ? ring->last_combine[0].seconds : cost->combine.seconds);
+        if (ring_hops(ring, l)) due = now;
+        now += hop_of(ring, l);
     }
     now += ring->head[0] + ring->head[1];
-    for (int l = ring->layers - 1; l >= 0; l--) now = back_through(ring, l, now, &trip);
+    for (int l = ring->layers - 1; l >= 0; l--) now = back_through(ring, l, now + hop_of(ring, l), &trip);
     trip.whole = now + ring->embed[1];
     return trip;
 }
@@ -255,9 +268,13 @@ static void add_layer(const struct ring *ring, int l, const struct trip *trip, s
     load->f_recv += (again ? 2 * d : d) + c;
     load->a_recv += d;
     load->f_send += c + d;
-    if (l > 0) { /* the combine of the layer before ends and begins at this A-group */
-        load->a_recv += ring->cost[l - 1].combine.seconds;
-        load->a_send += ring->cost[l - 1].combine.seconds;
+    if (l > 0) { /* the output of the layer before arrives at this A-group, and its gradient leaves it */
+        load->a_recv += arrival_of(ring, l - 1);
+        load->a_send += arrival_of(ring, l - 1);
+    }
+    if (ring_hops(ring, l)) { /* combine returns, and the hop begins here */
+        load->a_recv += c + hop_of(ring, l);
+        load->a_send += c + hop_of(ring, l);
     }
     hold(a, memory->layer_input, trip->due[l], trip->attention_back[l]);
     hold(a, memory->attention, trip->attention[l], trip->attention_back[l]);
@@ -283,7 +300,9 @@ static double memory_seconds(const struct ring *ring, struct held held, double s
     return left > 0 ? ring->plan->micro_batches * held.byte_seconds / left : INFINITY;
 }
 
-static double busiest_lane(struct load load) {
+static double busiest_lane(const struct ring *ring, struct load load) {
+    if (ring->plan->order.without & WITHOUT_DUPLEX)
+        return fmax(fmax(load.a, load.f), fmax(load.a_send + load.a_recv, load.f_send + load.f_recv));
     return fmax(fmax(fmax(load.a, load.f), fmax(load.a_send, load.a_recv)), fmax(load.f_send, load.f_recv));
 }
 
@@ -306,10 +325,10 @@ static struct bound bound_of(const struct ring *ring) {
         for (int i = 0; i < ring->head_count; i++)
             if (ring->heads[i] == g) load.f += ring->head[0] + ring->head[1];
         /* The first micro-batch has to come to the group, and the last one from it back to the first; the
-           combine of the layer before, in both directions, is the group's own, and so is the embedding. */
+           arrival of the layer before, in both directions, is the group's own, and so is the embedding. */
         double way = trip.due[g] + trip.whole - trip.attention_back[g];
-        way -= g > 0 ? ring->cost[g - 1].combine.seconds : ring->embed[1];
-        bound.busy = fmax(bound.busy, way + busiest_lane(load) * plan->micro_batches);
+        way -= g > 0 ? arrival_of(ring, g - 1) : ring->embed[1];
+        bound.busy = fmax(bound.busy, way + busiest_lane(ring, load) * plan->micro_batches);
         bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, a, a_static));
         bound.memory_seconds = fmax(bound.memory_seconds, memory_seconds(ring, f, f_static));
         bound.bytes = fmax(bound.bytes, fmax(a_static + a.bytes, f_static + f.bytes));

@@ -249,16 +249,31 @@ int block_backward(struct schedule *schedule, struct block *block, const int *gr
     return attention;
 }
 
+int plan_add_hop(struct schedule *schedule, enum pass pass, int layer, int micro_batch, int from, int to,
+                 struct transfer_cost cost, int after) {
+    if (from == to) return after;
+    int op =
+        schedule_transfer(schedule, KIND_P2P, pass, layer, micro_batch, from, to, cost.seconds, cost.bytes);
+    schedule_after(schedule, after);
+    return op;
+}
+
 int plan_add_head(struct schedule *schedule, int group, int micro_batch, int chunk, int chunks, int arrived,
-                  const double seconds[2], double input_bytes) {
-    int forward = schedule_compute(schedule, KIND_HEAD, PASS_FORWARD, -1, micro_batch, group, seconds[0]);
+                  double seconds) {
+    int forward = schedule_compute(schedule, KIND_HEAD, PASS_FORWARD, -1, micro_batch, group, seconds);
     schedule_chunk(schedule, chunk, chunks);
     schedule_after(schedule, arrived);
-    int backward = schedule_compute(schedule, KIND_HEAD, PASS_BACKWARD, -1, micro_batch, group, seconds[1]);
-    schedule_chunk(schedule, chunk, chunks);
+    return forward;
+}
+
+int plan_add_head_backward(struct schedule *schedule, int forward, double seconds, double input_bytes) {
+    struct operation of = schedule->ops[forward];
+    int group = of.lanes[0] / RESOURCE_COUNT, arrived = schedule->deps[of.first_dep];
+    int backward = schedule_compute(schedule, KIND_HEAD, PASS_BACKWARD, -1, of.micro_batch, group, seconds);
+    schedule_chunk(schedule, of.chunk, of.chunks);
     schedule_after(schedule, forward);
     schedule_release(schedule, schedule_keep(schedule, group, arrived, input_bytes), backward);
-    schedule_role(schedule, ROLE_HEAD_INPUT, schedule->layers, micro_batch);
+    schedule_role(schedule, ROLE_HEAD_INPUT, schedule->layers, of.micro_batch);
     return backward;
 }
 

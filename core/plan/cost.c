@@ -248,6 +248,18 @@ struct transfer_cost plan_combine_cost(const struct plan *plan, int layer, struc
     return leg_cost(plan, layer, &sides, &sides.next, false, parts);
 }
 
+/* The sides' NICs share the bytes as in an exchange. */
+struct transfer_cost plan_hop_cost(const struct plan *plan, struct side from, struct side to) {
+    double each = plan_tokens(plan) * model_hidden_bytes(plan->point->model);
+    if (plan->point->table) return (struct transfer_cost){plan->point->table->p2p_s, each};
+    double *even = must_alloc((size_t)from.count * sizeof *even);
+    for (int i = 0; i < from.count; i++) even[i] = 1.0 / from.count;
+    struct traffic traffic =
+        cluster_exchange(plan->point->cluster, ports_of(&from, even), ports_of(&to, even), each * from.count);
+    free(even);
+    return (struct transfer_cost){traffic.seconds, each};
+}
+
 struct transfer_cost plan_dispatch_cost(const struct plan *plan, int layer, struct sides sides) {
     return leg_cost(plan, layer, &sides, &sides.attention, true, 1);
 }

@@ -134,7 +134,25 @@ static void read_memory(struct json value, struct point *point) {
 struct raw_order {
     struct order order; /* first: its fields' offsets are those in it */
     bool patient, justified;
+    struct json without;
 };
+
+/* Never searched, so "auto" is an error as well. */
+static int read_without(struct json value) {
+    int without = 0, i = 0;
+    if (!cJSON_IsArray(value.node)) json_error(value, "must be a list of " WITHOUT_CHOICES);
+    for (cJSON *child = cJSON_IsArray(value.node) ? value.node->child : NULL; child; child = child->next) {
+        struct json element = json_element(value, child, i++);
+        int word = cJSON_IsString(child) ? choice_index(WITHOUT_CHOICES, child->valuestring) : -1;
+        if (word < 0)
+            json_error(element, "must be one of " WITHOUT_CHOICES);
+        else if (without & 1 << word)
+            json_error(element, "is named twice");
+        else
+            without |= 1 << word;
+    }
+    return without;
+}
 
 static void read_order(struct json value, struct order *order) {
     static const struct json_field fields[] = {
@@ -143,6 +161,7 @@ static void read_order(struct json value, struct order *order) {
         {"prefer", JSON_CHOICE, offsetof(struct order, prefer), false, 0, 0, PREFER_CHOICES},
         {"patient", JSON_BOOL, offsetof(struct raw_order, patient), false, 0, 0, NULL},
         {"justified", JSON_BOOL, offsetof(struct raw_order, justified), false, 0, 0, NULL},
+        {"without", JSON_VALUE, offsetof(struct raw_order, without), false, 0, 0, NULL},
     };
     struct raw_order raw = {.order = {.prefer = PREFER_OPEN}};
     bool given = value.node && !is_auto(value);
@@ -150,6 +169,13 @@ static void read_order(struct json value, struct order *order) {
     *order = raw.order;
     order->patient = given && is_given(value, "patient") ? raw.patient : FLAG_OPEN;
     order->justified = given && is_given(value, "justified") ? raw.justified : FLAG_OPEN;
+    /* From the manifest itself: what read_given read of it is gone. */
+    if (given && json_member(value, "without").node)
+        order->without = read_without(json_member(value, "without"));
+    if (!(order->without & WITHOUT_WAVES)) return;
+    /* Micro-batch order is that of waves of one; with a larger one it only says how many are under way. */
+    if (!order->wave) order->wave = 1;
+    order->prefer = PREFER_WAVE;
 }
 
 #define TRAIN_REAL(name, max)                                                                                \

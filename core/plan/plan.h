@@ -62,12 +62,21 @@ enum memory_key {
 enum prefer { PREFER_BACKWARD, PREFER_FORWARD, PREFER_WAVE, PREFER_COUNT };
 #define PREFER_CHOICES "backward|forward|wave"
 #define PREFER_OPEN (-1)
+/* Parts of AF-Pipe that are off, or-ed; in the order of their words. */
+enum without {
+    WITHOUT_FUSED_COMBINE = 1, /* combine returns to its own A-group, then one hop to the next */
+    WITHOUT_DUPLEX = 2,        /* a group sends or receives, never both at once */
+    WITHOUT_INTERLEAVING = 4,  /* what is under way goes all forward, then all backward */
+    WITHOUT_WAVES = 8          /* the earlier micro-batch goes first, nothing else counts */
+};
+#define WITHOUT_CHOICES "fused-combine|duplex|interleaving|waves"
 struct order {
     int wave;            /* micro-batches that travel together; 0: to be chosen */
     int waves_in_flight; /* 0: to be chosen */
     int prefer;          /* PREFER_OPEN: to be chosen */
     int patient;         /* whether a lane waits for its most urgent ready operation; FLAG_OPEN */
     int justified;       /* whether the order found is improved by justification; FLAG_OPEN */
+    int without;         /* enum without; never searched. Ints alone, without padding: compared as bytes */
 };
 #define FLAG_OPEN (-1)
 
@@ -188,6 +197,11 @@ bool plan_size(struct plan *plan, int replica_gpus, int attention_gpus);
 void plan_resize(struct plan *plan, int replicas, int replica_gpus, int attention_gpus);
 /* Says what is wrong with cp for that many attention GPUs of a stage or group. */
 bool plan_check_cp(const struct plan *plan, int attention_gpus, const char *gpus_key, struct errors *errors);
+/* Micro-batches that a searched order allows under way. */
+static inline int plan_under_way(const struct plan *plan) {
+    int64_t most = (int64_t)plan->order.wave * plan->order.waves_in_flight;
+    return most < plan->micro_batches ? (int)most : plan->micro_batches;
+}
 /* Tokens of a micro-batch on each attention GPU. */
 double plan_tokens(const struct plan *plan);
 
@@ -232,6 +246,8 @@ struct layer_cost plan_layer_cost(const struct plan *plan, int layer, struct rec
 struct layer_cost plan_computation_cost(const struct plan *plan, int layer, struct recompute recompute,
                                         struct sides sides);
 struct transfer_cost plan_dispatch_cost(const struct plan *plan, int layer, struct sides sides);
+/* A micro-batch's residual stream from one attention side to another of equal size, GPU by GPU. */
+struct transfer_cost plan_hop_cost(const struct plan *plan, struct side from, struct side to);
 /* The combine of 1/parts of a layer's tokens. */
 struct transfer_cost plan_combine_cost(const struct plan *plan, int layer, struct sides sides, int parts);
 /* backward: both halves */
@@ -312,11 +328,18 @@ int block_forward(struct schedule *schedule, struct block *block, int input);
    next groups. Returns the operation that puts the input's gradient on the attention group. */
 int block_backward(struct schedule *schedule, struct block *block, const int *gradients);
 
-/* Head and loss of one of `chunks` parts of a micro-batch's tokens on `group` behind `arrived`: the forward
-   operation and, next to it, the backward one, whose id is returned. seconds: forward, backward. input_bytes:
-   the final hidden state on each GPU. */
+/* The point-to-point hop of a layer's output, or backward its gradient, behind `after`; none within a group.
+   Returns the operation behind which it is there. */
+int plan_add_hop(struct schedule *schedule, enum pass pass, int layer, int micro_batch, int from, int to,
+                 struct transfer_cost cost, int after);
+
+/* Head and loss of one of `chunks` parts of a micro-batch's tokens on `group` behind `arrived`. */
 int plan_add_head(struct schedule *schedule, int group, int micro_batch, int chunk, int chunks, int arrived,
-                  const double seconds[2], double input_bytes);
+                  double seconds);
+/* The backward pass of a head's forward operation, behind it. input_bytes: the final hidden state on each
+ * GPU.
+ */
+int plan_add_head_backward(struct schedule *schedule, int forward, double seconds, double input_bytes);
 
 /* The step's end of a group: gradient reduction behind `after` (count operations), optimizer, parameter
    gathering. Returns the optimizer's operation. */

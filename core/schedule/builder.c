@@ -80,16 +80,20 @@ int schedule_transfer(struct schedule *schedule, enum kind kind, enum pass pass,
                       int from, int to, double duration, double bytes) {
     assert(from >= 0 && from < schedule->group_count && to >= 0 && to < schedule->group_count &&
            duration >= 0);
-    return add(schedule,
-               (struct operation){.kind = (uint8_t)kind,
-                                  .pass = (uint8_t)pass,
-                                  .lane_count = 2,
-                                  .chunks = 1,
-                                  .layer = layer,
-                                  .micro_batch = micro_batch,
-                                  .lanes = {lane_of(from, RESOURCE_SEND), lane_of(to, RESOURCE_RECV)},
-                                  .duration = duration,
-                                  .bytes = bytes});
+    struct operation op = {.kind = (uint8_t)kind,
+                           .pass = (uint8_t)pass,
+                           .chunks = 1,
+                           .layer = layer,
+                           .micro_batch = micro_batch,
+                           .duration = duration,
+                           .bytes = bytes};
+    op.lanes[op.lane_count++] = lane_of(from, RESOURCE_SEND);
+    if (schedule->half_duplex && from != to) {
+        op.lanes[op.lane_count++] = lane_of(from, RESOURCE_RECV);
+        op.lanes[op.lane_count++] = lane_of(to, RESOURCE_SEND);
+    }
+    op.lanes[op.lane_count++] = lane_of(to, RESOURCE_RECV);
+    return add(schedule, op);
 }
 
 void schedule_chunk(struct schedule *schedule, int chunk, int chunks) {

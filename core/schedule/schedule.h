@@ -4,9 +4,11 @@ The schedule: operations, the lanes they hold, and the order on every lane. The 
 Concepts
 - A group is a set of GPUs that move alike. It has three lanes: compute, send, receive. A lane does one
 operation at a time, in an order that is fixed before anything runs.
-- An operation holds up to three lanes at once: a computation its group's compute lane; a transfer its
-sender's send lane and its receiver's receive lane; a collective inside a group both of the group's own. A
-transfer that takes no time holds none once schedule_drop_instant has been called.
+- An operation holds up to four lanes at once: a computation its group's compute lane; a transfer its
+sender's send lane and its receiver's receive lane; a collective inside a group both of the group's own. In a
+half-duplex schedule a transfer holds both lanes of both its groups, so that a group does not send while it
+receives. The sender's send lane comes first, the receiver's receive lane last. A transfer that takes no time
+holds none once schedule_drop_instant has been called.
 - An operation starts when its dependencies are done and it is first on all its lanes. Nothing else decides.
 - Dependencies point to operations added before, so they alone can't form a cycle; orders can, and the
 validator says so.
@@ -41,7 +43,7 @@ enum pass { PASS_FORWARD, PASS_RECOMPUTE, PASS_BACKWARD, PASS_WEIGHT, PASS_COUNT
 enum resource { RESOURCE_COMPUTE, RESOURCE_SEND, RESOURCE_RECV, RESOURCE_COUNT };
 #define RESOURCE_CHOICES "compute|send|recv"
 
-#define MAX_LANES 3
+#define MAX_LANES 4
 
 struct operation {
     uint8_t kind, pass;
@@ -113,8 +115,9 @@ struct schedule {
     int *sequence; /* all operations in an order in which they may be executed, once arranged */
     int *ended;    /* in the order in which the list-scheduler saw them end; NULL before */
     int layers, micro_batches;
-    bool patient;   /* the list-scheduler keeps a lane free for its most urgent ready operation */
-    bool justified; /* the order it finds is improved by justification; no lane has a given order then */
+    bool patient;     /* the list-scheduler keeps a lane free for its most urgent ready operation */
+    bool justified;   /* the order it finds is improved by justification; no lane has a given order then */
+    bool half_duplex; /* a group sends or receives; set before transfers are added */
     struct arena *arena;
 };
 
@@ -136,7 +139,8 @@ static inline int lane_of(int group, enum resource resource) {
 /* Adds an operation without dependencies that holds the compute lane of `group`; returns its id. */
 int schedule_compute(struct schedule *schedule, enum kind kind, enum pass pass, int layer, int micro_batch,
                      int group, double duration);
-/* … that holds the send lane of `from` and the receive lane of `to` (a collective when they are the same). */
+/* … that holds the send lane of `from` and the receive lane of `to` (a collective when they are the same),
+   and the other two of these groups in a half-duplex schedule. */
 int schedule_transfer(struct schedule *schedule, enum kind kind, enum pass pass, int layer, int micro_batch,
                       int from, int to, double duration, double bytes);
 /* Part of its tokens that the operation added last is about: number `chunk` of `chunks`. */

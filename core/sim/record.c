@@ -64,6 +64,14 @@ static cJSON *memory_json(const struct memory *memory) {
     return object;
 }
 
+static void add_without(cJSON *order, int without) {
+    char buffer[32];
+    cJSON *list = cJSON_AddArrayToObject(order, "without");
+    for (int i = 0; without >> i; i++)
+        if (without >> i & 1)
+            cJSON_AddItemToArray(list, cJSON_CreateString(word(WITHOUT_CHOICES, i, buffer, sizeof buffer)));
+}
+
 static cJSON *order_json(const struct result *result) {
     if (!result->system->searches_order) return cJSON_CreateNull();
     cJSON *object = cJSON_CreateObject();
@@ -72,6 +80,7 @@ static cJSON *order_json(const struct result *result) {
     add_word(object, "prefer", PREFER_CHOICES, result->plan.order.prefer);
     cJSON_AddBoolToObject(object, "patient", result->plan.order.patient);
     cJSON_AddBoolToObject(object, "justified", result->plan.order.justified);
+    if (result->plan.order.without) add_without(object, result->plan.order.without);
     return object;
 }
 
@@ -186,6 +195,7 @@ static const char *const columns[] = {"system",
                                       "order.prefer",
                                       "order.patient",
                                       "order.justified",
+                                      "order.without",
                                       "placement",
                                       "step_time_s",
                                       "tokens_per_s",

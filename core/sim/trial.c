@@ -188,14 +188,19 @@ static double pace_of(const struct schedule *schedule, const struct timeline *ti
     return pace;
 }
 
+/* Micro-batches under way at most; of a pipelined system, about. */
+static int under_way_of(const struct plan *plan) {
+    return plan->parallel.pp ? 2 * plan->parallel.pp : plan_under_way(plan);
+}
+
 static int period_of(const struct plan *plan) {
-    return plan->order.wave ? plan->order.wave : plan->parallel.pp ? plan->parallel.pp : 1;
+    if (plan->parallel.pp) return plan->parallel.pp;
+    return plan->order.without & WITHOUT_INTERLEAVING ? under_way_of(plan) : plan->order.wave;
 }
 
 /* Enough micro-batches to fill the pipeline and see its pace; all, where that saves little. */
 static int short_step(const struct plan *plan) {
-    int period = period_of(plan), under_way = plan->order.wave * plan->order.waves_in_flight;
-    if (!under_way) under_way = 2 * plan->parallel.pp;
+    int period = period_of(plan), under_way = under_way_of(plan);
     int enough = 3 * (under_way > 6 ? under_way : 6);
     enough = (enough + period - 1) / period * period;
     return enough < plan->micro_batches / 4 * 3 ? enough : plan->micro_batches;

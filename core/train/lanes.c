@@ -2,10 +2,11 @@
 One thread a lane: compute, send, receive. Each goes through its lane's operations in order and waits, before
 each one, until enough operations are finished on the others (program.h).
 
-An operation that holds two lanes of the rank, a collective inside its group, is run by both threads, each its
-half; the one that finishes last frees its memory and tells other groups. The gather of parameters is left to
-the step's end: no optimizer starts before every rank's gradient is reduced, since clipping needs the norm of
-the whole, so a gather in the lanes could wait for a rank that waits for this rank's other transfers.
+An operation that holds two lanes of the rank is run by both threads; the one that finishes last frees its
+memory and tells other groups. Of a collective inside its group each does its half. In a half-duplex schedule
+the lane that has no part in a transfer stands still while the other works. The gather of parameters is left
+to the step's end: no optimizer starts before every rank's gradient is reduced, since clipping needs the norm
+of the whole, so a gather in the lanes could wait for a rank that waits for this rank's other transfers.
 */
 #include "train/lanes.h"
 #include "train/cell_memory.h"
@@ -27,6 +28,20 @@ static bool may_start(const struct runner *runner, int op) {
 static void wait_to_start(struct runner *runner, int op) {
     pthread_mutex_lock(&runner->mutex);
     while (!may_start(runner, op)) pthread_cond_wait(&runner->changed, &runner->mutex);
+    pthread_mutex_unlock(&runner->mutex);
+}
+
+/* Whether this lane is held by a transfer that goes the other way. */
+static bool stands_still(const struct runner *runner, enum resource resource, int op) {
+    const struct operation *it = &runner->schedule->ops[op];
+    int own = lane_of(runner->seat.group, resource);
+    if (resource == RESOURCE_SEND) return it->lanes[0] != own;
+    return resource == RESOURCE_RECV && it->lanes[it->lane_count - 1] != own;
+}
+
+static void wait_for_other_lane(struct runner *runner, int op) {
+    pthread_mutex_lock(&runner->mutex);
+    while (!runner->half_done[op]) pthread_cond_wait(&runner->changed, &runner->mutex);
     pthread_mutex_unlock(&runner->mutex);
 }
 
@@ -72,6 +87,10 @@ struct lane_run {
 /* Returns when the operation's own time began, where that is later than `start`. */
 static double run_half(struct runner *runner, enum resource resource, int op, double start) {
     enum kind kind = (enum kind)runner->schedule->ops[op].kind;
+    if (stands_still(runner, resource, op)) {
+        wait_for_other_lane(runner, op);
+        return start;
+    }
     if (kind == KIND_PARAM_GATHER) return start;
     if (kind == KIND_GRAD_SYNC) {
         if (resource == RESOURCE_SEND) reduce_within_group(runner);
@@ -110,7 +129,11 @@ static void *run_lane(void *argument) {
         if (run->resource == RESOURCE_COMPUTE)
             tell(run, PULSE_WORK, "", op);
         else
-            tell(run, PULSE_WAIT, run->resource == RESOURCE_SEND ? "sending " : "receiving ", op);
+            tell(run, PULSE_WAIT,
+                 stands_still(runner, run->resource, op) ? "other lane "
+                 : run->resource == RESOURCE_SEND        ? "sending "
+                                                         : "receiving ",
+                 op);
         double start = seconds_now();
         start = run_half(runner, run->resource, op, start);
         runner->spans[run->resource][i] = (struct span){start, finish(runner, run->resource, op)};

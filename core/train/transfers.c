@@ -466,7 +466,7 @@ static struct leg leg_of(struct runner *runner, int op, int other_slot) {
 
 void send_operation(struct runner *runner, int op) {
     const struct operation *it = &runner->schedule->ops[op];
-    struct leg leg = leg_of(runner, op, 1);
+    struct leg leg = leg_of(runner, op, it->lane_count - 1);
     bool backward = it->pass == PASS_BACKWARD;
     switch ((enum kind)it->kind) {
     case KIND_DISPATCH:
