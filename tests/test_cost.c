@@ -410,7 +410,7 @@ static void test_table(void **state) {
     (void)state;
     struct rng rng = rng_seed(SEED + 4);
     struct scene scene;
-    struct cost_table table = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+    struct cost_table table = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, NULL};
     make_scene(&rng, &scene);
     scene.point.table = &table;
     assert_true(plan_usable_memory(&scene.point) == INFINITY);
