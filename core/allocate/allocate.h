@@ -189,4 +189,41 @@ struct exhaustive {
 struct exhaustive allocation_exhaustive(const struct evaluator *evaluator, const struct plan *like,
                                         const volatile int *stop);
 
+/* ---- moving shapes ----------------------------------------------------------------------------------- */
+
+/* What is known of layouts under a stream of shapes (sequence lengths): seconds of a step (layouts, shapes),
+   INFINITY where a layout does not fit; at least one fits each shape. moves (layouts, layouts): seconds to
+   reallocate between two steps, 0 on the diagonal. */
+struct stream_table {
+    int layouts, shapes;
+    const double *seconds, *moves;
+};
+/* What a policy does with a stream of `steps` steps: the layout of each, and what it takes. */
+struct stream_outcome {
+    int *layouts;                 /* (steps), the caller's */
+    double seconds, move_seconds; /* moves are part of seconds */
+    int moves;
+};
+
+/* Policies. shapes (steps): of each step. outcome->layouts is filled, the other members set.
+
+   One layout all along. */
+void stream_stay(const struct stream_table *table, const int *shapes, int steps, int layout,
+                 struct stream_outcome *outcome);
+/* The single layout that is best for the whole stream; returns it. Where none fits every shape, seconds are
+   INFINITY. */
+int stream_static(const struct stream_table *table, const int *shapes, int steps,
+                  struct stream_outcome *outcome);
+/* The best that knows the whole stream; begins where it likes. */
+void stream_oracle(const struct stream_table *table, const int *shapes, int steps,
+                   struct stream_outcome *outcome);
+/* Knows the past and the present step's shape, and begins with `home`. On no stream is it worse than staying
+   there by more than stream_round_trip. */
+void stream_online(const struct stream_table *table, const int *shapes, int steps, int home,
+                   struct stream_outcome *outcome);
+/* The dearest way from `home` to another layout and back, seconds. */
+double stream_round_trip(const struct stream_table *table, int home);
+/* Where one begins who knows the first step alone. */
+int stream_home(const struct stream_table *table, int shape);
+
 #endif
