@@ -148,5 +148,5 @@ for line in open(sys.argv[1] + "/compared.jsonl"):
           f'{(ways["scratch_s_per_sequence"] or 9e9) / best:.3f} ({ways["scratch_evaluations"]}), exhaustive {ways["exhaustive_evaluations"]} of {ways["layouts"]}')
     worst_search, worst_program = max(worst_search, searched), max(worst_program, program)
     assert ways["searched_evaluations"] <= ways["layouts"] / 10
-    assert searched >= 1 - 1e-9 and searched <= 1.03
+    assert searched >= 1 - 1e-9 and searched <= 1.03 # Qwen3 at 8K is 2.4 % off
 END
