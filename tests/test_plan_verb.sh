@@ -101,6 +101,15 @@ refused "costs.ffn_fwd_s" --set 'costs={"ffn_fwd_s": -1}'
 refused "parallel: found no whole layout" --set 'costs={"attn_fwd_s": 1, "attn_bwd_s": 2, "ffn_fwd_s": 1, "ffn_bwd_s": 2, "dispatch_s": 1, "combine_s": 1}'
 refused "--log: found 2 points" --log "$folder/other" --set 'sweep.cluster.nodes=[1, 2]'
 refused "another file is needed" --lp "$folder/small.json"
+# What can be no file is not replaced by one.
+mkfifo "$folder/pipe"
+timeout 60 cat "$folder/pipe" >"$folder/piped.lp" &
+plan --json --relaxed --lp "$folder/pipe" >/dev/null
+wait $!
+[ -p "$folder/pipe" ] || { echo "--lp replaced a pipe by a file"; exit 1; }
+head -3 "$folder/piped.lp" | grep -q Minimize
+refused "/dev/full: cannot be written: No space left" --relaxed --lp /dev/full
+[ -c /dev/full ] || { echo "--lp replaced a device by a file"; exit 1; }
 
 # A table of costs holds for the groups that are given: with attention three times as long, it gets three times the GPUs.
 plan --json --trials 30 --set 'costs={"attn_fwd_s": 0.003, "attn_bwd_s": 0.006, "ffn_fwd_s": 0.001, "ffn_bwd_s": 0.002, "dispatch_s": 1e-4, "combine_s": 1e-4}' \

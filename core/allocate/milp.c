@@ -18,6 +18,7 @@ come from the tables, and it is the best when the same problem without anything 
 question about binaries alone. Phase 2 and 3 fix what the phase before has proved by leaving out all that is
 slower.
 */
+#define _GNU_SOURCE /* memfd_create */
 #include "allocate/allocate.h"
 
 #include <glpk.h>
@@ -25,6 +26,8 @@ slower.
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 /* GLPK keeps its environment in a global where it was built without thread-local storage. */
 static pthread_mutex_t solver = PTHREAD_MUTEX_INITIALIZER;
@@ -431,6 +434,25 @@ bool allocation_solve(const struct allocation_problem *problem, struct allocatio
     return true;
 }
 
+/* GLPK writes to a name alone: the name of a file in memory, so that what comes out is written by the suite's
+   own rule (whole or not at all; a device in its place). */
+static bool write_program(glp_prob *glpk, const char *file, struct errors *errors) {
+    int memory = memfd_create("program.lp", MFD_CLOEXEC);
+    char name[64];
+    snprintf(name, sizeof name, "/proc/self/fd/%d", memory);
+    bool written = memory >= 0 && glp_write_lp(glpk, NULL, name) == 0;
+    off_t bytes = written ? lseek(memory, 0, SEEK_END) : 0;
+    char *text = must_alloc((size_t)bytes + 1);
+    written = written && pread(memory, text, (size_t)bytes, 0) == bytes;
+    if (!written)
+        errors_add(errors, file, NULL, "the program cannot be put into words: no memory or no /proc");
+    else
+        written = file_write_atomic(file, text, (size_t)bytes, errors);
+    free(text);
+    if (memory >= 0) close(memory);
+    return written;
+}
+
 bool allocation_write_lp(const struct allocation_problem *problem, const char *file, struct errors *errors) {
     char why[128];
     if (is_empty(problem, why, sizeof why)) {
@@ -441,14 +463,7 @@ bool allocation_write_lp(const struct allocation_problem *problem, const char *f
     pthread_mutex_lock(&solver);
     glp_term_out(GLP_OFF);
     struct program program = program_new(problem, &request);
-    struct arena *arena = arena_new();
-    const char *beside = arena_printf(arena, "%s.new", file);
-    bool written = glp_write_lp(program.glpk, NULL, beside) == 0 && rename(beside, file) == 0;
-    if (!written) {
-        errors_add(errors, file, NULL, "cannot be written");
-        remove(beside);
-    }
-    arena_free(arena);
+    bool written = write_program(program.glpk, file, errors);
     program_free(&program);
     glp_free_env();
     pthread_mutex_unlock(&solver);
